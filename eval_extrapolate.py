@@ -1,0 +1,276 @@
+"""Perplexity against context length, far beyond the training context:  python eval_extrapolate.py [RUN ...] [--plot]
+
+Two protocols, both token-weighted, with per-token losses in float32 summed in float64:
+  last    the same target tokens at every length L: blocks of training-context size, spread over the validation text, each
+          scored with the L tokens that end with it. A model that ignores context gets the same value at every L.
+  window  non-overlapping windows of length L over the same leading stretch of text, mean over all positions (the paper's).
+The ratio is the perplexity over that at the training context; its standard error is paired, over blocks of training-context size.
+Results go to RUN/extrapolate.json after every length; what is already there is not computed again.
+"""
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import data
+from data import die
+from model import load_model
+from train import Parser, pick_device, pick_dtype
+
+TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
+
+
+def parse_lengths(text, train_context, longest):
+    """"256,512,...,65536" -> sorted lengths; "..." fills in by doubling; empty: from the training context to `longest`."""
+    words = (text or f"{train_context},...,{max(longest, train_context)}").split(",")
+    lengths = []
+    for i, word in enumerate(words):
+        try:
+            if word.strip() == "...":
+                last = int(words[i + 1])
+                while 0 < lengths[-1] * 2 < last:
+                    lengths.append(lengths[-1] * 2)
+            else:
+                lengths.append(int(word))
+        except (ValueError, IndexError):
+            raise ValueError(f"--lengths {text}: expected numbers with commas, such as 256,512,...,65536")
+    if min(lengths) < 1:
+        raise ValueError(f"--lengths {text}: a length must be at least 1, got {min(lengths)}")
+    return sorted({*lengths, train_context})
+
+
+@torch.no_grad()
+def window_nll(model, tokens, starts, length, dtype=torch.float32, tick=lambda n, length: None):
+    """Losses (nats) of the windows that begin at `starts`: -> (len(starts), length) float32; one forward per window, or per
+    batch of short ones. Column t is the loss of token start + t + 1 given tokens start ... start + t."""
+    device, rows, size = next(model.parameters()).device, [], max(1, TOKENS_AT_ONCE // length)
+    for i in range(0, len(starts), size):
+        chunk = torch.from_numpy(np.stack([tokens[s:s + length + 1] for s in starts[i:i + size]]).astype(np.int64)).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            rows.append(model.nll(chunk[:, :-1], chunk[:, 1:]).float().cpu().numpy())
+        tick(chunk[:, 1:].numel(), length)
+    return np.concatenate(rows)
+
+
+def last_nll(model, tokens, blocks, block, length, **how):
+    """Losses of the target tokens blocks[n] + 1 ... blocks[n] + block, given `length` tokens that end with the block (less for
+    its first tokens if length <= block: the block is then tiled by windows of that length). -> (len(blocks), block)."""
+    if length >= block:
+        return window_nll(model, tokens, blocks + block - length, length, **how)[:, -block:]
+    n, rest = divmod(block, length)
+    tiles = window_nll(model, tokens, (blocks[:, None] + length * np.arange(n)).ravel(), length, **how).reshape(len(blocks), -1)
+    return np.hstack([tiles, window_nll(model, tokens, blocks + n * length, rest, **how)]) if rest else tiles
+
+
+def summary(nll, base, block):
+    """Per-token losses and those of the same tokens at the training context -> nll, ppl, ratio and standard errors.
+
+    Sums are in float64. stderr is that of nll, ratio_stderr that of log(ratio), both over blocks of `block` tokens.
+    """
+    nll, base = (a.ravel().astype(np.float64) for a in (nll, base))
+    base = base[:len(nll)]
+    spread = lambda a: float(a.std(ddof=1) / math.sqrt(len(a))) if len(a) > 1 else None
+    blocks = lambda a: a[:len(a) // block * block].reshape(-1, block).mean(1)
+    diff = blocks(nll) - blocks(base) if np.isfinite(nll).all() else np.array([])
+    exp = lambda a: math.exp(a) if a < 700 else math.inf
+    return {"tokens": len(nll), "nll": float(nll.mean()), "ppl": exp(nll.mean()), "ratio": exp(nll.mean() - base.mean()),
+            "stderr": spread(blocks(nll)), "ratio_stderr": spread(diff)}
+
+
+def finite(value):
+    """The value for JSON: null for infinity and not-a-number."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def peak_mb(device, reset=False):
+    """Peak memory since the last reset, in MB: allocated on CUDA, resident on CPU (Linux; None elsewhere)."""
+    if device.type == "cuda":
+        return torch.cuda.reset_peak_memory_stats(device) if reset else torch.cuda.max_memory_allocated(device) / 1e6
+    try:
+        if reset:
+            return Path("/proc/self/clear_refs").write_text("5")
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+    except (OSError, IndexError):
+        return None
+
+
+class Progress:
+    """A line with the share of the work done and the time left; work is counted in floating-point operations."""
+
+    def __init__(self, model, label, jobs):
+        c = model.config
+        self.dense = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+        self.attention = c.n_layer * c.n_embd
+        self.total, self.done, self.start, self.shown, self.label = sum(self.cost(*j) for j in jobs), 0, time.time(), time.time(), label
+
+    def cost(self, n_tokens, length):
+        return 2.0 * n_tokens * (self.dense + self.attention * length)
+
+    def tick(self, n_tokens, length):
+        self.done += self.cost(n_tokens, length)
+        now, tty = time.time(), sys.stderr.isatty()
+        if now - self.shown >= (1 if tty else 30):
+            self.shown, left = now, int((now - self.start) * (self.total / self.done - 1))
+            print(f"{self.label}: context {length:,}, {100 * self.done / self.total:.0f}%, ETA {left // 60}:{left % 60:02d}    ",
+                  end="\r" if tty else "\n", file=sys.stderr, flush=True)
+
+
+def evaluate(run, args):
+    """Evaluate one run, write run/extrapolate.json after every length, print its table; -> the JSON's dict."""
+    device = torch.device(pick_device(args.device))
+    dtype = pick_dtype("float32" if args.dtype == "auto" and device.type == "cpu" else args.dtype, device)
+    model, saved = load_model(run / "ckpt.pt", device)
+    config = saved["train_config"]
+    block, folder, out = config["block_size"], data.find(args.data or config["data"]), run / "extrapolate.json"
+    lengths = parse_lengths(args.lengths, block, 65536 if device.type == "cuda" else 16384)
+    val = data.load(folder, "val", block + 1)
+    if int(val.max()) >= model.config.vocab_size:
+        raise ValueError(f"{folder}/val.bin holds a token id {int(val.max()):,}, beyond the model's vocabulary of {model.config.vocab_size:,}")
+    longest = max(n for n in lengths if n < len(val))
+    room = len(val) - 1 - longest                                            # where the block of a longest window may end, beyond it
+    blocks = longest - block + np.unique(np.linspace(0, room, min(args.targets, 1 + room // block)).astype(np.int64))
+    stretch = min(max(args.tokens // longest, 1), (len(val) - 1) // longest) * longest
+
+    result = {"run": run.name, "pos": model.config.pos, "step": saved["step"], "train_context": block, "data": folder.name,
+              "seed": config["seed"], "params": model.num_params()[0], "dtype": str(dtype)[6:], "targets": len(blocks) * block,
+              "stretch": stretch, "longest": longest, "threads": torch.get_num_threads(), "rows": [], "per_position": []}
+    try:
+        old = json.loads(out.read_text())
+        if all(old.get(k) == v for k, v in result.items() if k not in ("rows", "per_position", "threads", "run")):
+            result["rows"], result["per_position"] = old["rows"], old["per_position"]
+    except (OSError, ValueError, KeyError, AttributeError):
+        pass
+    have = {(r["protocol"], r["context"]): r for r in result["rows"]}
+    print(f"\n{run.name}: {result['pos']}, step {result['step']:,}, trained at {block}; {folder}: {len(val):,} validation tokens; {result['dtype']}\n"
+          f"{'context':>9} | {'last':>9} {'ratio':>8} {'+-':>6} | {'window':>9} {'ratio':>8} {'+-':>6} | seconds | peak MB", flush=True)
+
+    order = [block] + [n for n in lengths if n != block]                     # the training context first: all ratios need it
+    protocols = {"last": lambda n, **how: last_nll(model, val, blocks, block, n, **how),
+                 "window": lambda n, **how: window_nll(model, val, np.arange(stretch // n) * n, n, **how)}
+    scored = {"last": lambda n: len(blocks) * max(n, block), "window": lambda n: stretch // n * n}
+    jobs = [(scored[p](n), n) for n in order for p in protocols if n < len(val) and (n == block or (p, n) not in have)]
+    progress, base = Progress(model, run.name, jobs), {}
+    for n in order:
+        for protocol, nll_of in protocols.items():
+            if (protocol, n) in have and n != block:
+                continue
+            row = {"context": n, "protocol": protocol, "windows": 0, "tokens": 0, "nll": None, "ppl": None, "ratio": None,
+                   "stderr": None, "ratio_stderr": None, "seconds": None, "peak_mb": None}
+            if n < len(val):
+                peak_mb(device, reset=True)
+                start = time.perf_counter()
+                nll = nll_of(n, dtype=dtype, tick=progress.tick)
+                base.setdefault(protocol, nll)
+                row |= summary(nll, base[protocol], block) | {
+                    "windows": len(blocks) if protocol == "last" else len(nll),
+                    "seconds": round(time.perf_counter() - start, 2), "peak_mb": peak_mb(device) and round(peak_mb(device))}
+                if protocol == "window" and n == longest:                    # loss by position, in bins of doubling size
+                    edges = [0] + [2 ** i for i in range(n.bit_length()) if 2 ** i < n] + [n]
+                    result["per_position"] = [{"from": a, "to": b, "nll": float(nll[:, a:b].astype(np.float64).mean())} for a, b in zip(edges, edges[1:])]
+            have[protocol, n] = finite(row)
+            result["rows"] = sorted(have.values(), key=lambda r: (r["protocol"], r["context"]))
+            data.write_json(out, finite(result))
+    for n in lengths:
+        two = [have["last", n], have["window", n]]
+        cells = " | ".join(f"{show(r['ppl'], '9.3f', r)} {show(r['ratio'], '8.3f', r)} {show(r['ratio_stderr'], '6.3f', r)}" for r in two)
+        print(f"{n:>9,} | {cells} | {show(two[0]['seconds'] and two[0]['seconds'] + two[1]['seconds'], '7.1f', two[0])} | {show(two[1]['peak_mb'], '7,.0f', two[0])}"
+              + ("" if two[0]["tokens"] else f"   (longer than the {len(val):,} tokens there are)"))
+    return result
+
+
+def show(value, spec, row):
+    """A table cell: "-" where nothing was scored, "inf" where a perplexity overflowed."""
+    missing = "-" if row["nll"] is None or spec.endswith("6.3f") else "inf"
+    return f"{missing:>{spec.split('.')[0].rstrip(',')}}" if value is None else f"{value:{spec}}"
+
+
+def pyplot():
+    """matplotlib is optional. Raises ValueError with the pip command where it is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    matplotlib.use("Agg")
+    return __import__("matplotlib.pyplot").pyplot
+
+
+def plot(results, path):
+    """Log-log ratio of perplexity to that at the training context against context length, one line per run."""
+    plt = pyplot()
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+    fig, axes = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True)
+    ratios = {}
+    for ax, protocol, title in zip(axes, ("last", "window"), ("the same target tokens at every length", "windows of that length, all positions")):
+        rotations = sorted({r["pos"].split("+")[0] for r in results})
+        for r in results:
+            rows = [(w["context"], w["ratio"]) for w in r["rows"] if w["protocol"] == protocol and w["ratio"] and w["context"] >= r["train_context"]]
+            if not rows:
+                continue
+            rotation, _, bias = r["pos"].partition("+")
+            ratios[r["run"]] = rows[-1][1]
+            ax.plot(*zip(*rows), label=r["run"], color=plt.get_cmap("tab20" if len(rotations) > 10 else "tab10")(rotations.index(rotation)),
+                    linestyle={"": "-", "alibi": "--", "fox": ":"}[bias], marker="o", markersize=3)
+        for context in {r["train_context"] for r in results}:
+            ax.axvline(context, color="gray", linewidth=1, linestyle=":")
+            ax.annotate(" training context", (context, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8, color="gray", rotation=90, ha="right")
+        ax.set(xscale="log", yscale="log", xlabel="context length (tokens)", title=f"{protocol}: {title}")
+        ax.xaxis.set_major_locator(plt.FixedLocator([2 ** i for i in range(4, 24)]))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_minor_formatter(NullFormatter())
+        ax.tick_params(axis="x", labelrotation=45)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("perplexity / perplexity at the training context")
+    handles, labels = axes[1].get_legend_handles_labels()
+    best_last = sorted(range(len(labels)), key=lambda i: -ratios[labels[i]])
+    fig.legend([handles[i] for i in best_last], [labels[i] for i in best_last], loc="center right", fontsize=9)
+    fig.tight_layout(rect=(0, 0, 0.84, 1))
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+def main(argv=None):
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folders with a ckpt.pt (default: every run under out/)")
+    parser.add_argument("--lengths", default="", help="context lengths, such as 256,512,...,65536 (\"...\" doubles); default: the training context "
+                                                      "doubled up to 16,384 on CPU, to 65,536 on CUDA")
+    parser.add_argument("--targets", type=int, default=16, help="target blocks of protocol last (default 16)")
+    parser.add_argument("--tokens", type=int, default=131072, help="stretch of text of protocol window (default 131,072, at least one longest window)")
+    parser.add_argument("--data", default="", help="data set (default: the one the run was trained on)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", help="bfloat16 or float32; auto is float32 on CPU, bfloat16 on CUDA")
+    parser.add_argument("--plot", action="store_true", help="draw out/extrapolation.png (needs matplotlib)")
+    args = parser.parse_args(argv)
+    try:
+        runs = [Path(r) for r in args.runs] or sorted(p.parent for p in Path("out").glob("*/ckpt.pt"))
+        if not runs:
+            raise ValueError("no run under out/: train one with python train.py, or name its folder")
+        if args.targets < 1 or args.tokens < 1:
+            raise ValueError("--targets and --tokens must be at least 1")
+        for run in runs:
+            if not (run / "ckpt.pt").is_file():
+                raise ValueError(f"no run at {run}: {run / 'ckpt.pt'} does not exist")
+        if args.plot:
+            pyplot()                                                         # before the work, not after it
+        results = [evaluate(run, args) for run in runs]
+        if args.plot:
+            path = Path("out/extrapolation.png")
+            path.parent.mkdir(exist_ok=True)
+            plot(results, path)
+            print(f"\n{path}")
+    except (ValueError, OSError) as e:
+        die(e)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,865 @@
+"""All tests:  pytest -q test_all.py   (CPU, two cores, under five minutes; GPU parts skip with a reason)"""
+import ast
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import data
+import eval_extrapolate
+import train
+import transport
+from model import GPT, GPTConfig, is_positional, load_model
+from transport import SCHEMES, accumulate, alibi_slopes, attend, bias_channels, parse, rope_steps, rotate
+
+HERE = Path(__file__).parent
+ROTATIONS = [n for n, s in SCHEMES.items() if s.kind == "rotation"]
+BIASES = [n for n, s in SCHEMES.items() if s.kind == "bias"]
+ALL = ROTATIONS + BIASES + [f"{r}+{b}" for r in ROTATIONS for b in BIASES]
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]      # a fall-back to math raises
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def tiny(pos="accum_qkv", dtype=torch.float32, seed=0, **kw):
+    """A small model whose positional parameters all matter."""
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**{"pos": pos, "n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64} | kw)).to(dtype)
+
+
+def ids(B, T, vocab=64, seed=0):
+    return torch.randint(0, vocab, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transport.py: functions
+
+def step_matrices(steps):
+    """(..., T, d/2) angles -> (..., T, d, d): the step M_t of each token, half-split pairs; M = R(-angle), RoPE's sign."""
+    eye, half = torch.eye(2 * steps.size(-1), dtype=steps.dtype), steps.size(-1)
+    upper, lower = eye[:half], eye[half:]
+    rows1 = steps.cos()[..., None] * upper + steps.sin()[..., None] * lower
+    rows2 = steps.cos()[..., None] * lower - steps.sin()[..., None] * upper
+    return torch.cat((rows1, rows2), dim=-2)
+
+
+def oracle(q, k, v, matrices=None, values=False, key_bias=None):
+    """Attention by the definition: an explicit product of d x d matrices for every pair, plain softmax. All float64."""
+    B, H, T, d = q.shape
+    out = []
+    for i in range(T):
+        scores, carried = [], []
+        P = torch.eye(d, dtype=q.dtype).expand(B, H, d, d)                 # P_{i->i}
+        for j in range(i, -1, -1):
+            scores.append((q[:, :, i, None] @ P @ k[:, :, j, :, None])[..., 0, 0] / math.sqrt(d))
+            carried.append((P @ v[:, :, j, :, None])[..., 0] if values else v[:, :, j])
+            if matrices is not None:
+                P = P @ matrices[:, :, j]                                  # P_{j-1->i} = M_i ... M_j
+        scores = torch.stack(scores, -1)
+        if key_bias is not None:
+            scores = scores + key_bias[..., :i + 1].flip(-1)
+        out.append((scores.softmax(-1)[..., None] * torch.stack(carried, -2)).sum(-2))
+    return torch.stack(out, -2)
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 33])
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_attend_equals_the_definition(T, values, biased):
+    B, H, d = 2, 3, 8
+    leaves = [randn(B, H, T, d, seed=s).requires_grad_() for s in range(3)]
+    leaves.append(randn(B, H, T, d // 2, seed=3).requires_grad_())         # steps
+    leaves.append(randn(B, H, T, seed=4).requires_grad_())                 # key bias, varying
+    q, k, v, steps, bias = leaves
+    used = leaves if biased else leaves[:4]
+    weight = randn(B, H, T, d, seed=5)
+    with sdpa_kernel(FUSED):
+        out = attend(q, k, v, accumulate(steps, torch.float64), values, bias if biased else None)
+        grads = torch.autograd.grad((out * weight).sum(), used)
+    ref = oracle(q, k, v, step_matrices(steps), values, bias if biased else None)
+    ref_grads = torch.autograd.grad((ref * weight).sum(), used, allow_unused=True)
+    assert (out - ref).abs().max() < 1e-11
+    for g, r in zip(grads, ref_grads):
+        assert (g - (0 if r is None else r)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("B1,H1", [(1, 1), (1, 3), (2, 1)])
+def test_broadcast_phases(B1, H1):
+    q, k, v = (randn(2, 3, 9, 8, seed=s) for s in range(3))
+    phase = randn(B1, H1, 9, 4, seed=3)
+    bias = randn(1, 3, 9, seed=4)
+    full = attend(q, k, v, phase.expand(2, 3, -1, -1), True, bias.expand(2, -1, -1))
+    assert torch.equal(attend(q, k, v, phase, True, bias), full)
+
+
+@pytest.mark.parametrize("T", [1, 2, 33])
+def test_constant_steps_are_rope_and_zero_steps_are_nope(T):
+    d = 16
+    q, k, v = (randn(2, 2, T, d, seed=s) for s in range(3))
+    # textbook RoPE by complex numbers on interleaved pairs, after the stated permutation of channels
+    perm = torch.arange(d).view(2, -1).T.flatten()                         # half-split -> interleaved
+    angle = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    turn = lambda x: torch.view_as_real(torch.view_as_complex(x[..., perm].unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+    rope = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+    phase = accumulate(rope_steps(T, d), torch.float64)
+    assert (attend(q, k, v, phase) - rope).abs().max() < 1e-12
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(attend(q, k, v), plain)
+    assert (attend(q, k, v, torch.zeros(1, 1, T, d // 2, dtype=torch.float64), True) - plain).abs().max() < 1e-14
+    # a constant offset of all phases changes nothing, because the output is turned back
+    assert (attend(q, k, v, phase + 0.7, True) - attend(q, k, v, phase, True)).abs().max() < 1e-12
+    assert (rotate(q, phase).norm(dim=-1) - q.norm(dim=-1)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("mean,std", [(0.0, 0.3), (0.5, 0.3), (1.0, 0.0), (math.pi, 3.0)])
+def test_phases_at_65536(mean, std):
+    steps = (mean + std * randn(65536, 4)).float()
+    exact = np.cumsum(steps.numpy().astype(np.longdouble), axis=0)
+    phase = accumulate(steps)
+    assert phase.dtype == torch.float32 and phase.abs().max() <= np.float32(math.pi)
+    error = np.remainder(phase.numpy().astype(np.longdouble) - exact + np.pi, 2 * np.pi) - np.pi
+    assert np.abs(error).max() < 1e-6
+    wide = accumulate(torch.tensor([[math.pi], [2 * math.pi], [-4 * math.pi]], dtype=torch.float64), torch.float64)
+    assert wide[0] == math.pi and -math.pi < wide.min()                    # pi itself stays, -pi becomes pi
+
+
+@pytest.mark.parametrize("at", [0, 1000, 60000])
+def test_scores_depend_on_the_path_alone(at):
+    """The same tokens give the same scores wherever they stand: constant and random steps, 64 tokens at an offset."""
+    n, d = 64, 64
+    q, k = (randn(1, 1, n, d, seed=s, dtype=torch.float32) for s in range(2))
+    scores = lambda phase: rotate(q, phase[None, None]) @ rotate(k, phase[None, None]).mT
+    path = 0.3 * randn(n, d // 2, seed=2)
+    prefix = 0.5 + 0.3 * randn(at, d // 2, seed=3)
+    scale = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item()
+    assert (scores(accumulate(torch.cat((prefix, path)))[at:]) - scores(accumulate(path))).abs().max() < 2e-6 * scale
+    assert (scores(accumulate(rope_steps(at + n, d))[at:]) - scores(accumulate(rope_steps(n, d)))).abs().max() < 2e-6 * scale
+
+
+def test_alibi_slopes_are_the_published_ones():
+    eight = [2.0 ** -i for i in range(1, 9)]
+    expected = {1: [2 ** -8], 2: [2 ** -4, 2 ** -8], 3: [0.0625, 0.00390625, 0.25], 8: eight,
+                6: [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125], 12: eight + [2 ** -0.5, 2 ** -1.5, 2 ** -2.5, 2 ** -3.5]}
+    for n, slopes in expected.items():
+        assert torch.allclose(alibi_slopes(n), torch.tensor(slopes, dtype=torch.float64), rtol=1e-12, atol=0), n
+
+
+@pytest.mark.parametrize("d", [16, 32, 64, 128])
+def test_key_bias_is_added_after_the_scale_and_towards_the_diagonal(d):
+    T = 32
+    q = k = torch.zeros(1, 8, T, d)
+    v = torch.eye(T, d).expand(1, 8, T, d) if T <= d else torch.eye(T)[:, :d].expand(1, 8, T, d)
+    slopes = alibi_slopes(8)
+    weights = attend(q, k, v, key_bias=slopes[None, :, None] * torch.arange(T))[0, :, -1]    # (8, d): weight of key c
+    ratio = weights[:, 1:min(T, d)] / weights[:, :min(T, d) - 1]
+    assert torch.allclose(ratio, slopes.exp().float()[:, None].expand_as(ratio), rtol=1e-4)  # not e^(slope / sqrt(d))
+
+
+def explicit_last_rows(q, k, v, bias, rows):
+    """float64 attention of the last `rows` queries with the bias of every pair written out."""
+    T = q.size(2)
+    q, k, v = q[:, :, -rows:].double(), k.double(), v.double()
+    ahead = torch.arange(T) > torch.arange(T - rows, T)[:, None]
+    scores = q @ k.mT / math.sqrt(q.size(-1)) + (bias[:, :, None, :] - bias[:, :, -rows:, None])
+    return scores.masked_fill(ahead, -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("T", [4096, 65536])
+def test_bias_is_precise_at_long_range(dtype, tolerance, T):
+    H, rows = 3, 32
+    q, k, v = (randn(1, H, T, 16, seed=s).to(dtype) for s in range(3))
+    bias = torch.tensor([0.5, 2 ** -8, 1.0], dtype=torch.float64)[None, :, None] * torch.arange(T)
+    bias[:, 2] = (0.3 * torch.rand(T, generator=torch.Generator().manual_seed(9), dtype=torch.float64)).cumsum(-1)    # a varying gate: -log f
+    ref = explicit_last_rows(q, k, v, bias, rows)
+    e, parts = bias_channels(bias, 16)
+    assert torch.equal(parts, parts.to(torch.bfloat16).to(torch.float64))            # exact in bfloat16, so no cast can hurt
+    assert (e * parts.sum(-1) / math.sqrt(16) - (bias - bias[..., -1:])).abs().max() < 1e-11
+    out = attend(q, k, v, key_bias=bias)[:, :, -rows:].double() if T <= 4096 else \
+        attend_last_rows(q, k, v, bias, rows)
+    assert (out - ref).norm() / ref.norm() < tolerance
+
+
+def attend_last_rows(q, k, v, bias, rows):
+    """attend() for the last rows alone (a causal call on 65,536 queries would take too long for a test)."""
+    real = F.scaled_dot_product_attention
+    mask = torch.arange(q.size(2)) <= torch.arange(q.size(2) - rows, q.size(2))[:, None]
+    transport.F.scaled_dot_product_attention = lambda q, k, v, is_causal, scale: real(q[:, :, -rows:], k, v, attn_mask=mask, scale=scale)
+    try:
+        return attend(q, k, v, key_bias=bias).double()
+    finally:
+        transport.F.scaled_dot_product_attention = real
+
+
+def test_memory_is_linear_in_length():
+    """A T x T matrix of one head would take 256 MB at T = 8,192."""
+    code = """if True:
+        import torch, transport, pathlib
+        def peak(): return int(pathlib.Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]) / 1024
+        T = 8192
+        q = torch.randn(1, 1, T, 64)
+        phase, bias = torch.randn(1, 1, T, 32), torch.arange(T)[None, None].double()
+        transport.attend(q[:, :, :64], q[:, :, :64], q[:, :, :64], phase[:, :, :64], True, bias[..., :64])
+        before = peak()
+        transport.attend(q, q, q, phase, True, bias)
+        print(peak() - before)"""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc to read the peak memory")
+    grown = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE).stdout)
+    assert grown < 80, f"{grown:.0f} MB"
+
+
+def test_bad_shapes_raise_value_errors():
+    q = torch.randn(2, 2, 5, 8)
+    for call in (lambda: rotate(q, torch.randn(1, 1, 5, 3)), lambda: rotate(q, torch.randn(1, 1, 4, 4)), lambda: rope_steps(4, 7),
+                 lambda: attend(q, q, q, key_bias=torch.zeros(2, 5)), lambda: attend(q, q, q, key_bias=torch.zeros(3, 2, 5))):
+        with pytest.raises(ValueError, match=r"\d"):
+            call()
+
+
+def test_scheme_names():
+    assert parse("accum_qkv+alibi") == ("accum_qkv", "alibi") and parse("alibi") == ("nope", "alibi") and parse("rope") == ("rope", None)
+    for bad in ("", "rop", "rope+", "+alibi", "alibi+rope", "rope+rope", "alibi+alibi", "rope+alibi+alibi", "none"):
+        with pytest.raises(ValueError, match="rotations: nope, rope.*biases: alibi"):
+            parse(bad)
+
+
+def test_transport_stands_alone(tmp_path):
+    tree = ast.parse((HERE / "transport.py").read_text())
+    imported = {name.split(".")[0] for node in ast.walk(tree) for name in
+                ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else [])}
+    assert imported <= {"math", "torch", "typing"}
+    (tmp_path / "transport.py").write_text((HERE / "transport.py").read_text())
+    code = "import torch, transport as t; x = torch.randn(1, 2, 5, 8); print(t.attend(x, x, x, t.accumulate(t.rope_steps(5, 8))[None, None], True).shape)"
+    assert "5, 8" in subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every scheme, through the model
+
+@pytest.mark.parametrize("pos", ALL)
+@pytest.mark.parametrize("T", [1, 2, 64, 257])
+def test_causality_bit_for_bit(pos, T):
+    model, idx, t = tiny(pos), ids(1, T), T // 2
+    other = idx.clone()
+    other[0, t] = (other[0, t] + 1) % 64
+    with torch.no_grad(), sdpa_kernel(FUSED):
+        a, b = model.hidden(idx), model.hidden(other)
+    assert torch.equal(a[:, :t], b[:, :t]) and not torch.equal(a[:, t:], b[:, t:])
+
+
+@pytest.mark.parametrize("pos", ALL)
+def test_gradients_and_backends(pos):
+    """Every parameter gets a finite gradient; the fused kernels and plain matrix arithmetic agree in value and gradient."""
+    grads = {}
+    for name, backends in (("fused", FUSED), ("math", [SDPBackend.MATH])):
+        model = tiny(pos, torch.float64)
+        with sdpa_kernel(backends):
+            loss = model(ids(2, 33), ids(2, 33, seed=1))[1]
+            loss.backward()
+        grads[name] = {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+    for name, g in grads["fused"].items():
+        assert g is not None and g.isfinite().all() and g.abs().max() > 0, name
+        assert torch.allclose(g, grads["math"][name], rtol=1e-8, atol=1e-12), name
+
+
+@pytest.mark.parametrize("pos", ALL)
+def test_a_longer_text_leaves_its_beginning_as_it_was(pos):
+    model, idx = tiny(pos), ids(2, 300)
+    with torch.no_grad():
+        assert (model.hidden(idx)[:, :100] - model.hidden(idx[:, :100])).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("pos", ALL)
+def test_autocast_changes_no_phase_and_mixes_no_dtypes(pos, monkeypatch):
+    phases, dtypes, real = [], [], transport.attend
+    sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(transport, "attend", lambda q, k, v, phase, *a: (phases.append(phase), real(q, k, v, phase, *a))[1])
+    monkeypatch.setattr(transport.F, "scaled_dot_product_attention", lambda q, k, v, **kw: (dtypes.append({q.dtype, k.dtype, v.dtype}), sdpa(q, k, v, **kw))[1])
+    model = tiny(pos, n_layer=1)
+    with torch.no_grad():
+        full = model.hidden(ids(1, 128))
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(FUSED):
+            half = model.hidden(ids(1, 128))
+    assert (full - half).abs().max() < 0.1 and [len(d) for d in dtypes] == [1, 1] and dtypes[1] == {torch.bfloat16}
+    if phases[0] is not None:
+        for a, b in zip(*phases):                                          # cosines and sines
+            assert a.dtype == b.dtype == torch.float32 and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("pos", ALL)
+def test_bfloat16_model_rounds_parameters_only(pos):
+    """model.to(bfloat16) must not round frozen angles, frequencies or slopes."""
+    rounded, cast = tiny(pos), tiny(pos).to(torch.bfloat16).float()
+    with torch.no_grad():
+        for p in rounded.parameters():
+            p.copy_(p.to(torch.bfloat16))
+        assert torch.equal(rounded.hidden(ids(1, 2048)), cast.hidden(ids(1, 2048)))
+    assert max(b.numel() for b in rounded.state_dict().values()) <= 4 * 32 * 32   # nothing is sized by a context
+
+
+@pytest.mark.parametrize("pos", ["rope", "accum_qkv"])
+def test_model_phases_match_float64_under_low_precision(pos):
+    for T in (256, 4096, 65536):
+        model = tiny(pos).to(torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            (cos, sin), _ = model.transport(ids(1, T))
+        steps = rope_steps(T, 16).expand(1, 1, T, 8) if pos == "rope" else F.embedding(ids(1, T), model.transport.table).double().view(1, T, 2, 8).transpose(1, 2)
+        exact = steps.cumsum(-2)
+        assert max((cos - exact.cos()).abs().max(), (sin - exact.sin()).abs().max()) < 1e-6
+
+
+def test_random_angles_are_frozen_saved_and_the_same_everywhere():
+    a, b = tiny("random_qkv", seed=1), tiny("random_qkv", seed=2)
+    table = a.transport.table_bits.view(torch.float32)
+    assert torch.equal(a.transport.table_bits, b.transport.table_bits) and "transport.table_bits" in a.state_dict()
+    assert abs(table.std() - 0.3) < 0.02 and abs(table.mean()) < 0.02
+    assert torch.equal(tiny("accum_qkv").transport.table.data, table)      # learned angles start from the same draw
+    assert a.num_params() == (b.num_params()[0], 0) and tiny("accum_qkv").num_params()[1] == 64 * 16
+
+
+def test_initial_angles_from_the_layer_input_have_spread_sigma():
+    model = tiny("hidden_qkv", n_embd=128, n_layer=1)
+    x = F.layer_norm(randn(4, 64, 128, dtype=torch.float32), (128,))
+    assert abs(F.linear(x, model.h[0].attn.transport.steps.weight).std() - 0.3) < 0.03
+
+
+@pytest.mark.parametrize("pos", ["accum_qkv+alibi", "hidden_qkv"])
+def test_compiled_equals_eager(pos):
+    if not train.can_compile("cpu"):
+        pytest.skip("torch.compile needs a C++ compiler")
+    model, x, y = tiny(pos), ids(2, 65), ids(2, 65, seed=1)
+    for autocast in (False, True):
+        losses, grads = [], []
+        for run in (model, torch.compile(model)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = run(x, y)[1]
+            model.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert abs(losses[0] - losses[1]) < (5e-3 if autocast else 1e-5)
+        assert (grads[0] - grads[1]).norm() / grads[0].norm() < (2e-2 if autocast else 1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model.py
+
+def test_defaults_are_the_papers_model():
+    c = GPTConfig()
+    assert (c.n_layer, c.n_head, c.n_embd, c.vocab_size) == (16, 12, 768, 50304)
+
+
+def test_chunked_loss_equals_the_whole(monkeypatch):
+    results = []
+    for rows in (10 ** 9, 384, 7):
+        monkeypatch.setattr("model.LOGITS_AT_ONCE", rows * 64)
+        model = tiny(dtype=torch.float64)
+        nll = model.nll(ids(2, 500), ids(2, 500, seed=1))
+        nll.mean().backward()
+        results.append((nll.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    logits = F.linear(model.hidden(ids(2, 500)), model.wte.weight)
+    assert torch.allclose(results[0][0], F.cross_entropy(logits.mT, ids(2, 500, seed=1), reduction="none"), atol=1e-12)
+    for nll, grad in results[1:]:
+        assert torch.allclose(nll, results[0][0], atol=1e-12) and torch.allclose(grad, results[0][1], atol=1e-12)
+    half = tiny().to(torch.bfloat16)
+    assert half.nll(ids(1, 9), ids(1, 9)).dtype == torch.float32           # never a bfloat16 loss
+
+
+def test_generate():
+    model, idx = tiny().eval(), ids(2, 5)
+    greedy = model.generate(idx, 4, temperature=0)
+    assert greedy.shape == (2, 9) and torch.equal(greedy[:, :5], idx)
+    assert torch.equal(greedy, model.generate(idx, 4, top_k=1))
+    assert torch.equal(greedy[:, 5], model(idx)[0][:, -1].argmax(-1))
+    assert model.generate(idx, 2, temperature=0.8, top_k=1000).max() < 64
+
+
+def test_bad_configurations():
+    for kw, word in ((dict(n_embd=30, n_head=4), "divisible"), (dict(n_embd=30, n_head=2), "even"), (dict(pos="x"), "rotations"), (dict(n_layer=0), "at least 1")):
+        with pytest.raises(ValueError, match=word):
+            tiny(**kw)
+    assert tiny("alibi", n_embd=30)(ids(1, 4), ids(1, 4))[1].isfinite()    # nothing turns: an odd head dim will do
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data.py
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A small byte corpus as train.bin and val.bin, 20,000 + 9,000 tokens of a few repeating words."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = np.random.default_rng(0).integers(0, 40, size=(50, 8))
+    draw = np.random.default_rng(1).integers(0, 50, size=4000)
+    tokens = words[draw].ravel().astype(np.uint16)
+    tokens[:20000].tofile(folder / "train.bin")
+    tokens[20000:29000].tofile(folder / "val.bin")
+    data.write_json(folder / "meta.json", {"encoding": "bytes", "vocab_size": 64})
+    return folder
+
+
+def cli(*argv, cwd=HERE, **env):
+    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": str(HERE), **env})
+
+
+def refused(result, *words):
+    """One line on stderr that says what is wrong, exit status 2."""
+    code, err = (result.returncode, result.stderr) if isinstance(result, subprocess.CompletedProcess) else result
+    assert code == 2 and err.count("\n") == 1 and err.startswith("error: "), (code, err)
+    assert all(str(w) in err for w in words), err
+
+
+def test_byte_encoding_round_trip():
+    tiktoken = pytest.importorskip("tiktoken")
+    enc, text = data.encoding("bytes"), "naïve 😀 <|endoftext|>\n\t" * 20
+    encode, vocab = data.encoder("bytes")
+    assert isinstance(enc, tiktoken.Encoding) and vocab == enc.n_vocab == 257
+    assert encode(text.encode()).tolist() == enc.encode_ordinary(text) + [256]
+    assert len(encode(b"a<|endoftext|>b")) == 16 and enc.decode(encode(text.encode())[:-1].tolist()) == text
+    assert encode(b"\xff\xfe")[:2].tolist() == [255, 254]                  # bytes that are no text
+
+
+def test_gpt2_encoding_and_the_missing_network(tmp_path):
+    pytest.importorskip("tiktoken")
+    (tmp_path / "t.txt").write_text("a<|endoftext|>b " * 50)
+    result = cli(HERE / "data.py", "t.txt", "--encoding", "gpt2", "--name", "x", cwd=tmp_path,
+                 TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
+    refused(result, "gpt2", "TIKTOKEN_CACHE_DIR", "--encoding bytes")
+    assert not list((tmp_path / "data").rglob("*.bin*")) if (tmp_path / "data").exists() else True
+    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
+        pytest.skip("the GPT-2 vocabulary itself: set TIKTOKEN_CACHE_DIR")
+    assert cli(HERE / "data.py", "t.txt", "--encoding", "gpt2", "--name", "x", cwd=tmp_path).returncode == 0
+    tokens = np.concatenate([np.fromfile(tmp_path / f"data/x/{s}.bin", np.uint16) for s in ("train", "val")])
+    assert (tokens == 50256).sum() == 1 and tokens[-1] == 50256            # once, at the end; not from the characters inside
+    assert data.encoding("gpt2").decode(tokens[:-1].tolist()) == "a<|endoftext|>b " * 50
+    assert data.vocabulary(tmp_path / "data/x") == 50257
+
+
+def test_prepare_text_folders_and_jsonl(tmp_path):
+    pytest.importorskip("tiktoken")
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    for i in range(40):
+        (tmp_path / "in" / "sub" / f"{i}.txt").write_text(f"document {i} ")
+    (tmp_path / "in" / "lines.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(40)))
+    (tmp_path / "in" / "image.png").write_bytes(b"no text")
+    result = cli(HERE / "data.py", "in", cwd=tmp_path)
+    assert result.returncode == 0 and "80 documents" in result.stdout
+    train_tokens, val_tokens = (np.fromfile(tmp_path / f"data/in/{s}.bin", np.uint16) for s in ("train", "val"))
+    docs = [bytes(d.astype(np.uint8)).decode() for t in (train_tokens, val_tokens) for d in np.split(t, np.flatnonzero(t == 256) + 1)]
+    assert sorted(d[:-1] for d in docs if d) == sorted([f"document {i} " for i in range(40)] + [f"line {i}" for i in range(40)])
+    meta = json.loads((tmp_path / "data/in/meta.json").read_text())
+    assert (meta["train_tokens"], meta["val_tokens"]) == (len(train_tokens), len(val_tokens)) and meta["vocab_size"] == 257
+    before = (tmp_path / "data/in/train.bin").read_bytes()
+    (tmp_path / "in" / "lines.jsonl").write_text('{"text": "fine"}\n{"title": 1}\n')
+    refused(cli(HERE / "data.py", "in", cwd=tmp_path), "lines.jsonl, line 2")
+    assert (tmp_path / "data/in/train.bin").read_bytes() == before and len(list((tmp_path / "data/in").iterdir())) == 3
+    refused(cli(HERE / "data.py", "nothing-here", cwd=tmp_path), "nothing-here")
+    (tmp_path / "empty.txt").write_text("")
+    refused(cli(HERE / "data.py", "empty.txt", cwd=tmp_path), "empty.txt")
+    refused(cli(HERE / "data.py", "in", "--encoding", "klingon", cwd=tmp_path), "klingon")
+
+
+def test_one_document_is_split_and_tiktoken_is_not_needed_for_bytes(tmp_path):
+    (tmp_path / "one.txt").write_bytes(bytes(range(200)) * 5)
+    code = f"import sys; sys.modules['tiktoken'] = None; sys.argv = ['data.py', 'one.txt']; import data; data.main()"
+    assert cli("-c", code, cwd=tmp_path).returncode == 0
+    sizes = [(tmp_path / f"data/one/{s}.bin").stat().st_size // 2 for s in ("train", "val")]
+    assert sizes == [901, 100]
+
+
+def test_stdlib_corpus_is_held_out_by_name():
+    names = [n for n, _ in data.stdlib_documents()]
+    assert len(names) > 300 and not any("/test/" in f"/{n}" or "/tests/" in n for n in names)
+    assert 0.04 < sum(map(data.is_val, names)) / len(names) < 0.2 and names == sorted(names, key=lambda n: Path(n))
+
+
+def test_batches_are_a_pure_function(corpus):
+    tokens = data.load(corpus, "train", 33)
+    draw = lambda *a, **kw: data.batch(tokens, *a, **{"batch_size": 8, "block_size": 32} | kw)
+    x, y = draw(3, 7)
+    assert x.shape == y.shape == (8, 32) and x.dtype == np.int64 and (x[:, 1:] == y[:, :-1]).all()
+    np.random.seed(0), torch.manual_seed(0)
+    assert (draw(3, 7)[0] == x).all()
+    digest = {hashlib.sha256(draw(step, seed, rank, 2)[0].tobytes()).hexdigest() for step in range(5) for seed in (0, 1) for rank in (0, 1)}
+    assert len(digest) == 20                                               # every step, seed and rank reads something else
+    shares = [draw(3, 7, rank, 2)[0] for rank in (0, 1)]
+    assert (np.stack(shares, 1).reshape(8, 32) == x).all()                 # two ranks together read what one would
+    short = np.arange(33, dtype=np.uint16)
+    x, y = data.batch(short, 0, 0, batch_size=4, block_size=32)
+    assert (x == np.arange(32)).all() and (y[:, -1] == 32).all()           # the last token is reached, as a target
+
+
+def test_loading_refuses_what_it_cannot_use(tmp_path):
+    for content, word in ((None, "missing"), (b"", "empty"), (b"abc", "odd"), (bytes(64), "32 tokens, needs at least 33")):
+        if content is not None:
+            (tmp_path / "val.bin").write_bytes(content)
+        with pytest.raises(ValueError, match=word):
+            data.load(tmp_path, "val", 33)
+    np.arange(33, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    assert len(data.load(tmp_path, "val", 33)) == 33 and data.vocabulary(tmp_path) == 50257
+    (tmp_path / "meta.json").write_text("{")
+    with pytest.raises(ValueError, match="meta.json"):
+        data.vocabulary(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train.py
+
+SMALL = ["--preset", "tiny", "--pos", "accum_qkv", "--n_layer", "1", "--n_embd", "32", "--block_size", "32", "--batch_size", "8", "--dtype", "float32",
+         "--warmup_iters", "2", "--log_interval", "1", "--eval_iters", "2", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers():
+    kept = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    for s, handler in kept:
+        signal.signal(s, handler)
+
+
+def run_train(corpus, out, *flags):
+    """-> exit status (0 if it returned)."""
+    try:
+        train.main([*SMALL, "--data", str(corpus), "--out_dir", str(out), *map(str, flags)])
+        return 0
+    except SystemExit as e:
+        return e.code
+
+
+def losses(out, key="loss"):
+    return {e["step"]: e[key] for e in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if key in e}
+
+
+def weights(out):
+    saved = torch.load(out / "ckpt.pt", weights_only=True)
+    return saved, torch.cat([p.flatten().float() for p in saved["model"].values()])
+
+
+def test_resume_continues_bit_for_bit(corpus, tmp_path, monkeypatch):
+    assert run_train(corpus, tmp_path / "a", "--max_iters", 20) == 0
+    real = data.batch
+    def interrupt(tokens, step, seed, *a, **kw):
+        if step == 9 and seed == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(tokens, step, seed, *a, **kw)
+    monkeypatch.setattr(data, "batch", interrupt)
+    assert run_train(corpus, tmp_path / "b", "--max_iters", 20) == 128 + signal.SIGTERM
+    monkeypatch.setattr(data, "batch", real)
+    assert weights(tmp_path / "b")[0]["step"] == 10
+    torch.manual_seed(999)
+    assert run_train(corpus, tmp_path / "b", "--resume") == 0
+    (a, wa), (b, wb) = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert torch.equal(wa, wb) and a["best_val_loss"] == b["best_val_loss"] and b["step"] == 20
+    for i, state in a["optimizer"]["state"].items():
+        assert all(torch.equal(value, b["optimizer"]["state"][i][name]) for name, value in state.items())
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") and list(losses(tmp_path / "b")) == list(range(1, 21))
+    assert not any(k.startswith(("_orig_mod.", "module.")) for k in a["model"])
+    assert losses(tmp_path / "a")[20] < losses(tmp_path / "a")[1]
+
+
+def test_evaluating_does_not_change_the_training(corpus, tmp_path):
+    for name, interval in (("often", 3), ("never", 0)):
+        assert run_train(corpus, tmp_path / name, "--max_iters", 10, "--eval_interval", interval) == 0
+    assert losses(tmp_path / "often") == losses(tmp_path / "never")
+    assert list(losses(tmp_path / "often", "val_loss")) == [3, 6, 9, 10] and list(losses(tmp_path / "never", "val_loss")) == [10]
+
+
+def test_accumulation_averages(corpus, tmp_path, monkeypatch):
+    grads = []
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda params, _: grads.append(torch.cat([p.grad.flatten() for p in params])))
+    for name, batch, micro in (("one", 8, 1), ("four", 2, 4)):
+        run_train(corpus, tmp_path / name, "--max_iters", 1, "--batch_size", batch, "--gradient_accumulation_steps", micro)
+    assert (grads[0] - grads[1]).abs().max() < 1e-6 * grads[0].abs().max() + 1e-8
+    assert abs(losses(tmp_path / "one")[1] - losses(tmp_path / "four")[1]) < 1e-6
+
+
+def test_a_kill_during_a_save_leaves_the_last_checkpoint(corpus, tmp_path):
+    flags = [*SMALL, "--data", str(corpus), "--out_dir", str(tmp_path / "run"), "--max_iters", "8", "--eval_interval", "4"]
+    code = f"""if True:
+        import os, signal, torch, train
+        real, saves = torch.save, []
+        def save(state, f):
+            saves.append(1)
+            if len(saves) < 2: return real(state, f)
+            f.write(b'x' * 1000); f.flush(); os.kill(os.getpid(), signal.SIGKILL)
+        torch.save = save
+        train.main({flags!r})"""
+    assert cli("-c", code).returncode == -signal.SIGKILL
+    assert weights(tmp_path / "run")[0]["step"] == 4
+    assert run_train(corpus, tmp_path / "run", "--resume") == 0 and weights(tmp_path / "run")[0]["step"] == 8
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["ckpt.pt", "log.jsonl"]
+    assert list(losses(tmp_path / "run")) == list(range(1, 9))
+
+
+def test_a_full_disk_during_a_save_leaves_the_last_checkpoint(corpus, tmp_path, monkeypatch, capsys):
+    run_train(corpus, tmp_path / "run", "--max_iters", 2)
+    real = torch.save
+    def full(state, f):
+        f.write(b"x" * 1000)
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full)
+    capsys.readouterr()
+    assert run_train(corpus, tmp_path / "run", "--resume", "--max_iters", 4) == 1
+    assert "No space left" in capsys.readouterr().err
+    monkeypatch.setattr(torch, "save", real)
+    assert weights(tmp_path / "run")[0]["step"] == 2 and not list((tmp_path / "run").glob("*.partial"))
+
+
+def test_sigterm_saves_and_exits(corpus, tmp_path):
+    process = subprocess.Popen([sys.executable, HERE / "train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path / "run", "--max_iters", "100000"],
+                               stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 20"):
+            process.terminate()
+            break
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signal.SIGTERM and "saved step" in rest
+    assert weights(tmp_path / "run")[0]["step"] >= 20
+
+
+def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path, monkeypatch, capsys):
+    real, calls = GPT.nll, []
+    def nll(self, *a):
+        calls.append(self.training)
+        return real(self, *a) * (math.nan if sum(calls) > 6 else 1.0)
+    monkeypatch.setattr(GPT, "nll", nll)
+    assert run_train(corpus, tmp_path / "run", "--max_iters", 20, "--eval_interval", 4) == 1
+    assert "step 7 is nan" in capsys.readouterr().err
+    saved, w = weights(tmp_path / "run")
+    assert saved["step"] == 4 and w.isfinite().all()
+
+
+def test_optimizer_groups_cover_every_parameter_once():
+    for pos in ("accum_qkv+alibi", "hidden_qkv"):
+        model = tiny(pos)
+        decayed, plain = (g["params"] for g in train.make_optimizer(model, train.TrainConfig(), "cpu").param_groups)
+        assert sorted(map(id, decayed + plain)) == sorted(map(id, model.parameters()))
+        names = {id(p): n for n, p in model.named_parameters()}
+        assert not any(is_positional(names[id(p)]) for p in decayed) and sum(is_positional(names[id(p)]) for p in plain) == (1 if pos[0] == "a" else 2)
+
+
+def test_schedule_flops_and_device_choice(monkeypatch):
+    c = train.TrainConfig(max_iters=100, warmup_iters=10, learning_rate=1.0, min_lr=0.1)
+    assert train.learning_rate(0, c) == 0.1 and train.learning_rate(9, c) == 1.0 and abs(train.learning_rate(99, c) - 0.1) < 1e-12
+    with torch.device("meta"):
+        paper = GPT(GPTConfig(pos="rope"))
+    assert abs(train.flops_per_token(paper, 512) / 0.987e9 - 1) < 0.01     # 6 x 151.9M + 12 x 16 x 768 x 512
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, dtype in (((7, 5), torch.float32), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert train.pick_device("auto") == "cuda" and train.pick_dtype("auto", "cuda") is dtype
+    assert train.pick_dtype("float32", "cuda") is torch.float32
+
+
+def test_nothing_touches_cuda_at_import():
+    code = "import torch; torch.cuda.is_available = torch.cuda._lazy_init = lambda *a: 1 / 0; import transport, model, data, train, eval_extrapolate"
+    assert cli("-c", code).returncode == 0
+
+
+def test_train_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
+    def refuse(*flags, words, folder=corpus, out="new"):
+        capsys.readouterr()
+        code = run_train(folder, tmp_path / out, *flags)
+        refused((code, capsys.readouterr().err), *words)
+        assert not (tmp_path / "new").exists()
+    refuse("--pos", "roope", words=["roope", "accum_qkv"])
+    refuse("--n_embd", 33, "--n_head", 2, words=["33", "divisible"])
+    refuse("--n_embd", 6, "--n_head", 2, words=["even", "3"])
+    refuse("--preset", "huge", words=["huge", "tiny"])
+    refuse("--block_size", 0, words=["block_size"])
+    refuse("--block_size", 10 ** 6, words=["train.bin", "20,000 tokens", "1,000,001"])
+    refuse("--learning_rate", "fast", words=["fast"])
+    refuse("--no_such_flag", words=["no_such_flag"])
+    refuse("--vocab_size", 10, words=["10 rows"])
+    refuse("--dtype", "float16", words=["float16"])
+    refuse("--device", "tpu9", words=["tpu9"])
+    if not torch.cuda.is_available():
+        refuse("--device", "cuda", words=["cuda"])
+    refuse("--resume", words=["ckpt.pt"])
+    refuse(folder=tmp_path / "nowhere", words=["nowhere", "data.py"])
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    for content, word in ((b"", "empty"), (b"abc", "odd"), (bytes(64), "32 tokens")):
+        for split in ("train", "val"):
+            (bad / f"{split}.bin").write_bytes(content)
+        refuse(folder=bad, words=[word])
+    (bad / "meta.json").write_text('{"vocab_size": 64}')
+    for split in ("train", "val"):
+        np.full(1000, 999, np.uint16).tofile(bad / f"{split}.bin")
+    capsys.readouterr()
+    refused((run_train(bad, tmp_path / "ids"), capsys.readouterr().err), "999", "train.bin")
+
+    assert run_train(corpus, tmp_path / "run", "--max_iters", 1) == 0
+    before = (tmp_path / "run/ckpt.pt").read_bytes()
+    refuse(words=["exists", "--resume"], out="run")
+    refuse("--resume", "--n_embd", 64, words=["n_embd 32, not 64"], out="run")
+    (tmp_path / "file").write_text("")
+    refuse(words=["file"], out="file/run")
+    assert (tmp_path / "run/ckpt.pt").read_bytes() == before
+    (tmp_path / "run/ckpt.pt").write_bytes(before[:1000])
+    refuse("--resume", words=["ckpt.pt", "not a readable checkpoint"], out="run")
+    assert (tmp_path / "run/ckpt.pt").read_bytes() == before[:1000]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# eval_extrapolate.py
+
+class Stub(torch.nn.Module):
+    """A model whose loss is a function of the target token alone."""
+    def __init__(self, loss_of_token):
+        super().__init__()
+        self.table, self.config, self.seen = torch.nn.Parameter(loss_of_token), GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=64), []
+
+    def num_params(self):
+        return self.table.numel(), 0
+
+    def nll(self, x, y):
+        assert x.shape == y.shape and torch.equal(x[:, 1:], y[:, :-1])
+        self.seen.append(x.shape)
+        return self.table[y]
+
+
+def run_eval(run, monkeypatch=None, stub=None, corpus=None, flags=()):
+    if stub is not None:
+        run.mkdir(exist_ok=True)
+        (run / "ckpt.pt").touch()
+        saved = {"step": 5, "train_config": {"block_size": 32, "data": str(corpus), "seed": 1}}
+        monkeypatch.setattr(eval_extrapolate, "load_model", lambda path, device: (stub, saved))
+    eval_extrapolate.main([str(run), *map(str, flags)])
+    return json.loads((run / "extrapolate.json").read_text())
+
+
+def by(result, protocol):
+    return {r["context"]: r for r in result["rows"] if r["protocol"] == protocol}
+
+
+def test_a_model_without_context_scores_the_same_at_every_length(corpus, tmp_path, monkeypatch):
+    stub = Stub(torch.rand(64, generator=torch.Generator().manual_seed(0)) * 3 + 0.5)
+    result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, ["--lengths", "8,20,32,64,...,4096", "--tokens", 4096])
+    last, window = by(result, "last"), by(result, "window")
+    assert {r["nll"] for r in last.values()} == {last[32]["nll"]} and {r["ratio"] for r in last.values()} == {1.0}
+    assert last[32]["tokens"] == 16 * 32 and last[4096]["ratio_stderr"] == 0 and last[4096]["stderr"] > 0
+    assert {window[n]["nll"] for n in window if n != 20} == {window[32]["nll"]} and abs(window[20]["ratio"] - 1) < 1e-9
+    val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
+    assert abs(window[4096]["nll"] - stub.table[val[1:4097]].double().mean().item()) < 1e-6
+    assert sum(p["nll"] * (p["to"] - p["from"]) for p in result["per_position"]) / 4096 == pytest.approx(window[4096]["nll"], abs=1e-9)
+    assert [p["from"] for p in result["per_position"]][:4] == [0, 1, 2, 4] and result["per_position"][-1]["to"] == 4096
+
+
+def test_targets_are_the_same_tokens_with_more_context():
+    tokens = np.arange(1000, dtype=np.uint16) % 64
+    calls = []
+    class Positions(Stub):
+        def nll(self, x, y):
+            calls.append(x)
+            return y.double()                                              # the "loss" is the token itself
+    model, blocks = Positions(torch.zeros(64)), np.array([500, 700])
+    expected = np.stack([np.arange(b + 1, b + 33) for b in blocks]) % 64
+    for length in (1, 5, 32, 33, 100, 400):
+        assert (eval_extrapolate.last_nll(model, tokens, blocks, 32, length) == expected).all(), length
+    assert calls[-1][0, 0] == (500 + 32 - 400) % 64                        # the window of 400 ends with the block
+
+
+def test_averages_are_over_tokens_not_windows():
+    nll = np.concatenate([np.full(100, 1.0), np.full(10, 3.0)])
+    assert eval_extrapolate.summary(nll, nll, 10)["ppl"] == pytest.approx(math.exp(130 / 110))
+    assert eval_extrapolate.summary(np.full(10, math.log(256)), np.zeros(10), 5)["ppl"] == pytest.approx(256)
+    huge = eval_extrapolate.finite(eval_extrapolate.summary(np.full(10, 2000.0), np.zeros(10), 5))
+    assert huge["ppl"] is None and huge["ratio"] is None and huge["nll"] == 2000
+    noise = np.random.default_rng(0).normal(size=(100, 10)).astype(np.float32)
+    s = eval_extrapolate.summary(noise, np.zeros_like(noise), 10)
+    assert s["ratio_stderr"] == pytest.approx(noise.mean(1).std(ddof=1) / 10, rel=1e-5)
+
+
+def test_batching_does_not_change_the_numbers(corpus, monkeypatch):
+    tokens, model = data.load(corpus, "val", 33), tiny("accum_qkv+alibi").eval()
+    rows = []
+    for size in (1, 130, 10 ** 6):
+        monkeypatch.setattr(eval_extrapolate, "TOKENS_AT_ONCE", size)
+        rows.append(eval_extrapolate.window_nll(model, tokens, np.arange(5) * 65, 65))
+    assert np.abs(rows[0] - rows[1]).max() < 1e-5 and np.abs(rows[0] - rows[2]).max() < 1e-5
+
+
+def test_evaluation_resumes_and_marks_what_the_data_cannot_give(corpus, tmp_path, monkeypatch):
+    stub = Stub(torch.ones(64))
+    first = run_eval(tmp_path / "r", monkeypatch, stub, corpus, ["--lengths", "64,1024"])
+    n_calls = len(stub.seen)
+    again = run_eval(tmp_path / "r", monkeypatch, stub, corpus, ["--lengths", "64,1024"])
+    assert [r | {"seconds": 0, "peak_mb": 0} for r in again["rows"]] == [r | {"seconds": 0, "peak_mb": 0} for r in first["rows"]]
+    assert {s[1] for s in stub.seen[n_calls:]} == {32}                     # only the training context, the base of the ratios
+    longer = run_eval(tmp_path / "r", monkeypatch, stub, corpus, ["--lengths", "1024,20000"])
+    row = by(longer, "window")[20000]
+    assert row["nll"] is None and row["ratio"] is None and row["tokens"] == 0 and by(longer, "last")[1024]["tokens"] > 0
+    stub.table.data.fill_(1000.0)
+    stub.table.data[:20] = math.inf
+    text = (run_eval(tmp_path / "r2", monkeypatch, stub, corpus, ["--lengths", "64"]), (tmp_path / "r2/extrapolate.json").read_text())[1]
+    assert "Infinity" not in text and "NaN" not in text
+
+
+def test_lengths():
+    parse_lengths = eval_extrapolate.parse_lengths
+    assert parse_lengths("", 256, 4096) == [256, 512, 1024, 2048, 4096] and parse_lengths("64,65,127", 64, 0) == [64, 65, 127]
+    assert parse_lengths("100,...,1000,16", 64, 0) == [16, 64, 100, 200, 400, 800, 1000] and parse_lengths("", 512, 64) == [512]
+    for bad in ("0", "-5", "a", "...", "64,...", "1.5", "64,,128"):
+        with pytest.raises(ValueError, match="--lengths"):
+            parse_lengths(bad, 64, 128)
+
+
+def test_train_then_evaluate_then_plot(corpus, tmp_path, monkeypatch, capsys):
+    """The real scripts in a row, on lengths that are not powers of two; the loss at the training context is the model's own."""
+    for pos in ("rope", "alibi"):
+        assert run_train(corpus, tmp_path / "out" / pos, "--max_iters", 3, "--pos", pos) == 0
+    monkeypatch.chdir(tmp_path)
+    plots = [] if not any(m == "matplotlib" for m in sys.modules) and not __import__("importlib").util.find_spec("matplotlib") else ["--plot"]
+    eval_extrapolate.main(["--lengths", "32,65,127,2048", "--tokens", "4096", *plots])
+    assert "2,048" in capsys.readouterr().out and (not plots or Path("out/extrapolation.png").stat().st_size > 10000)
+    result = json.loads(Path("out/rope/extrapolate.json").read_text())
+    assert result["pos"] == "rope" and result["train_context"] == 32 and len(result["rows"]) == 8 and by(result, "last")[2048]["ratio"] > 0
+    model, _ = load_model(Path("out/rope/ckpt.pt"))
+    tokens = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16)[:4097].astype(np.int64))
+    with torch.no_grad():
+        nll = model.nll(tokens[:4096].view(-1, 32), tokens[1:].view(-1, 32)).double().mean().item()
+    assert abs(by(result, "window")[32]["nll"] - nll) < 1e-5
+
+
+def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
+    assert run_train(corpus, tmp_path / "run", "--max_iters", 1) == 0
+    def refuse(*argv, words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as e:
+            eval_extrapolate.main(list(map(str, argv)))
+        refused((e.value.code, capsys.readouterr().err), *words)
+    refuse(tmp_path / "nowhere", words=["nowhere"])
+    for lengths in ("0", "-4", "x"):
+        refuse(tmp_path / "run", f"--lengths={lengths}", words=["--lengths"])
+    refuse(tmp_path / "run", "--targets", 0, words=["targets"])
+    refuse(tmp_path / "run", "--data", tmp_path / "none", words=["none"])
+    if not torch.cuda.is_available():
+        refuse(tmp_path / "run", "--device", "cuda", words=["CUDA"])
+    np.full(100, 200, np.uint16).tofile(tmp_path / "val.bin")
+    refuse(tmp_path / "run", "--data", tmp_path, words=["200", "val.bin"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refuse(tmp_path / "run", "--plot", words=["pip install matplotlib"])
+    monkeypatch.chdir(tmp_path)
+    refuse(words=["no run under out/"])
+    (tmp_path / "run" / "ckpt.pt").write_bytes(b"not a checkpoint")
+    refuse(tmp_path / "run", words=["ckpt.pt", "not a readable checkpoint"])
+    torch.save({"x": 1}, tmp_path / "run" / "ckpt.pt")
+    refuse(tmp_path / "run", words=["not a checkpoint of this model"])
+    assert not (tmp_path / "run" / "extrapolate.json").exists()

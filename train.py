@@ -1,0 +1,323 @@
+"""Train a decoder under one positional scheme:  python train.py --pos accum_qkv
+
+Runs on a bare laptop (preset tiny: the standard library as bytes, a few minutes on two cores) and on CUDA. Every field of
+GPTConfig and TrainConfig is a flag; a preset sets several at once, and flags given by hand win. --resume continues exactly.
+"""
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import data
+from data import die
+from model import GPT, GPTConfig, is_positional, load_model
+
+PRESETS = {
+    "tiny":  dict(n_layer=4, n_head=2, n_embd=128, data="stdlib", block_size=256, batch_size=16, max_iters=1400,
+                  learning_rate=2e-3, min_lr=2e-4, warmup_iters=50),
+    "small": dict(n_layer=8, n_head=6, n_embd=384, data="stdlib", block_size=512, batch_size=32, max_iters=2000,
+                  learning_rate=1e-3, min_lr=1e-4, warmup_iters=100),
+    "paper": dict(n_layer=16, n_head=12, n_embd=768, data="openwebtext", block_size=512, batch_size=64,
+                  gradient_accumulation_steps=16, max_iters=10000, learning_rate=6e-4, min_lr=6e-5, warmup_iters=500),
+}
+# dense bf16 peak, TFLOP/s, by a word in the device's name; no MFU is shown for other devices
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "4090": 165, "3090": 71}
+EVAL_SEED = 2 ** 32 - 1   # validation batches are the same for every run, whatever its seed
+
+
+def option(default, text):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class TrainConfig:
+    preset: str = option("auto", "tiny, small or paper; auto is paper on CUDA with OpenWebText prepared, else tiny")
+    data: str = option("stdlib", "data set: a name under data/, or a folder with train.bin and val.bin")
+    out_dir: str = option("", "where the checkpoint and the log go (empty: out/PRESET-POS)")
+    block_size: int = option(256, "training context in tokens; nothing in the model is sized by it")
+    batch_size: int = option(32, "sequences per micro-batch")
+    gradient_accumulation_steps: int = option(1, "micro-batches per step")
+    max_iters: int = option(1000, "steps in all")
+    learning_rate: float = option(2e-3, "peak of the cosine schedule")
+    min_lr: float = option(2e-4, "its end")
+    warmup_iters: int = option(50, "steps of linear warm-up")
+    weight_decay: float = option(0.1, "on matrices, but not on positional parameters")
+    beta1: float = option(0.9, "AdamW")
+    beta2: float = option(0.95, "AdamW")
+    grad_clip: float = option(1.0, "largest gradient norm (0: no clipping)")
+    eval_interval: int = option(250, "steps between validations and saves (0: only at the end)")
+    eval_iters: int = option(20, "validation batches")
+    log_interval: int = option(10, "steps between log lines")
+    seed: int = option(1, "of initial weights and of the order of the data")
+    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is one")
+    dtype: str = option("auto", "bfloat16 (autocast) or float32; auto is bfloat16 where the device is fast at it")
+    compile: bool = option(None, "torch.compile; default on CUDA only")
+
+    def __post_init__(self):
+        for name in ("block_size", "batch_size", "gradient_accumulation_steps", "max_iters", "eval_iters", "log_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.eval_interval < 0 or self.seed < 0:
+            raise ValueError("eval_interval and seed must not be negative")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        die(f"{message}; see --help")
+
+
+def parse_args(argv=None):
+    """Flags -> (GPTConfig, TrainConfig, dict of the flags given by hand, resume)."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir from its checkpoint")
+    for cls in (GPTConfig, TrainConfig):
+        group = parser.add_argument_group(cls.__name__)
+        for f in fields(cls):
+            kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(type=f.type)
+            group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=f"{f.metadata['help']} (default: {f.default})", **kind)
+    given = vars(parser.parse_args(argv))
+    resume = given.pop("resume")
+    preset = given.get("preset", "auto")
+    if preset == "auto":
+        ready = torch.cuda.is_available() and Path("data/openwebtext/train.bin").exists()
+        preset = "paper" if ready else "tiny"
+        print(f"preset {preset}: " + ("OpenWebText is prepared and there is a GPU" if ready else
+                                      "no GPU with data/openwebtext prepared; others: --preset small, --preset paper"))
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset}: {', '.join(PRESETS)}")
+    values = PRESETS[preset] | given | {"preset": preset}
+    model_config, config = (cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in (GPTConfig, TrainConfig))
+    config.out_dir = config.out_dir or f"out/{preset}-{model_config.pos}"
+    return model_config, config, given, resume
+
+
+def pick_device(name):
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise ValueError(f"unknown device {name}: cpu, cuda or cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: this machine has no CUDA device, or torch was built without CUDA")
+    return name
+
+
+def pick_dtype(name, device):
+    """bfloat16 where the device multiplies it fast; never float16."""
+    if name not in ("auto", "bfloat16", "float32"):
+        raise ValueError(f"unknown dtype {name}: auto, bfloat16 or float32")
+    if name != "auto":
+        return getattr(torch, name)
+    if torch.device(device).type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        fast = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch.bfloat16 if fast else torch.float32
+
+
+def can_compile(device):
+    """Try torch.compile on a small function: it needs a C++ compiler on CPU, Triton on CUDA."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
+        return True
+    except Exception as e:      # whatever the compiler stack raises
+        print(f"torch.compile does not work here ({type(e).__name__}); running without it")
+        return False
+
+
+def make_optimizer(model, config, device):
+    """Fused AdamW. Weight decay on matrices only, and not on positional parameters: decay would pull angles to zero."""
+    decay = [p for n, p in model.named_parameters() if p.dim() >= 2 and not is_positional(n)]
+    plain = [p for n, p in model.named_parameters() if p.dim() < 2 or is_positional(n)]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+
+
+def learning_rate(step, config):
+    """Linear warm-up, then a cosine from learning_rate to min_lr at the last step."""
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / config.warmup_iters
+    done = (step - config.warmup_iters) / max(1, config.max_iters - 1 - config.warmup_iters)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, done))) * (config.learning_rate - config.min_lr)
+
+
+def flops_per_token(model, block_size):
+    """6 per matmul weight (the tied head counts, the embedding look-up does not) + 12 L C T for attention, as in PaLM."""
+    c = model.config
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)))
+    return 6 * weights + 12 * c.n_layer * c.n_embd * block_size
+
+
+def save(path, **state):
+    """Write a checkpoint beside `path`, flush it to disk, then rename: whatever happens, `path` is whole."""
+    partial = Path(f"{path}.partial")
+    try:
+        with partial.open("wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def to_device(arrays, device):
+    """int64 arrays -> tensors on the device, copied while it computes."""
+    tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
+    return [t.pin_memory().to(device, non_blocking=True) if "cuda" in device else t.to(device) for t in tensors]
+
+
+def main(argv=None):
+    # -- configuration, data, model: bad input ends here, before anything is written
+    try:
+        model_config, config, given, resume = parse_args(argv)
+        out, saved = Path(config.out_dir), None
+        ckpt = out / "ckpt.pt"
+        if resume:
+            model, saved = load_model(ckpt)
+            for name, old in saved["model_config"].items():
+                if name in given and given[name] != old:
+                    raise ValueError(f"{ckpt} was trained with {name} {old}, not {given[name]}: leave --{name} out or choose another --out_dir")
+            model_config = model.config
+            given = {name: value for name, value in given.items() if name not in saved["model_config"]}
+            config = replace(TrainConfig(**saved["train_config"]), **given | {"out_dir": config.out_dir})
+        elif ckpt.exists():
+            raise ValueError(f"{ckpt} exists: --resume continues it; choose another --out_dir, or delete it to start again")
+        device = pick_device(config.device)
+        dtype = pick_dtype(config.dtype, device)
+        folder = data.find(config.data)
+        train_tokens, val_tokens = (data.load(folder, split, config.block_size + 1) for split in ("train", "val"))
+        vocab_size = data.vocabulary(folder)
+        if not resume and "vocab_size" not in given:
+            model_config.vocab_size = -(-vocab_size // 64) * 64              # a multiple of 64 is faster
+        if model_config.vocab_size < vocab_size:
+            raise ValueError(f"{folder} has token ids up to {vocab_size - 1:,}, the model only {model_config.vocab_size:,} rows")
+        if not resume:
+            torch.manual_seed(config.seed)
+            model = GPT(model_config)
+        out.mkdir(parents=True, exist_ok=True)
+        log_file = open(out / "log.jsonl", "a+")
+    except (ValueError, OSError) as e:
+        die(e)
+
+    torch.set_float32_matmul_precision("high")
+    model.to(device)
+    optimizer = make_optimizer(model, config, device)
+    step, best = 0, None
+    if resume:
+        optimizer.load_state_dict(saved["optimizer"])
+        step, best = saved["step"], saved["best_val_loss"]
+        log_file.seek(0)                                                     # forget what came after the checkpoint
+        kept = [line for line in log_file if json.loads(line).get("step", 0) <= step]
+        log_file.truncate(0)
+        log_file.writelines(kept)
+    use_compile = ("cuda" in device if config.compile is None else config.compile) and can_compile(device)
+    run = torch.compile(model) if use_compile else model
+    autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    tokens_per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    where = torch.cuda.get_device_name(device) if "cuda" in device else f"CPU, {torch.get_num_threads()} threads"
+    peak = next((p * 1e12 for word, p in PEAK_TFLOPS.items() if word in where), None)
+    total, positional = model.num_params()
+
+    def log(**entry):
+        log_file.write(json.dumps(entry) + "\n")
+        log_file.flush()
+
+    log(step=step, model_config=asdict(model_config), train_config=asdict(config), params=total, device=where,
+        dtype=str(dtype)[6:], compile=use_compile, torch=torch.__version__)
+    print(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters ({positional:,} positional), "
+          f"context {config.block_size}, {folder}\n{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, "
+          f"{tokens_per_step:,} tokens per step, {config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}")
+
+    @torch.no_grad()
+    def validate():
+        """Mean loss (nats per token) over eval_iters fixed batches."""
+        model.eval()
+        losses = []
+        for i in range(config.eval_iters):
+            x, y = to_device(data.batch(val_tokens, i, EVAL_SEED, batch_size=config.batch_size, block_size=config.block_size), device)
+            with autocast():
+                losses.append(run(x, y)[1].item())
+        model.train()
+        return sum(losses) / len(losses)
+
+    def fail(message):
+        print(f"error: {message}; {f'{ckpt} is the last good checkpoint' if ckpt.exists() else 'there is no checkpoint yet'}", file=sys.stderr)
+        raise SystemExit(1)
+
+    def checkpoint_now():
+        try:
+            save(ckpt, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best_val_loss=best,
+                 model_config=asdict(model_config), train_config=asdict(config))
+        except (OSError, RuntimeError) as e:                                 # such as a full disk
+            fail(f"step {step:,} could not be saved: {e}")
+
+    stop = []                                                                # signals received
+    for s in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(s, lambda number, frame: stop.append(number))
+
+    if step >= config.max_iters:
+        print(f"nothing to do: {ckpt} is at step {step:,}; --max_iters asks for more")
+
+    # -- the loop: step is the number of updates done
+    model.train()
+    losses, started, timed = [], time.perf_counter(), step
+    while step < config.max_iters and not stop:
+        lr = learning_rate(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        x, y = data.batch(train_tokens, step, config.seed, block_size=config.block_size,
+                          batch_size=config.batch_size * config.gradient_accumulation_steps)
+        if max(x.max(), y.max()) >= model_config.vocab_size:
+            die(f"{folder}/train.bin holds a token id {max(x.max(), y.max()):,}, beyond the vocabulary of {model_config.vocab_size:,}")
+        x, y = to_device((x, y), device)
+        loss_sum = 0.0
+        for micro_x, micro_y in zip(x.split(config.batch_size), y.split(config.batch_size)):
+            with autocast():
+                loss = run(micro_x, micro_y)[1] / config.gradient_accumulation_steps
+            loss.backward()
+            loss_sum += loss.detach()
+        losses.append(loss_sum.item())
+        if not math.isfinite(losses[-1]):
+            fail(f"the loss at step {step + 1:,} is {losses[-1]}")
+        if config.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+
+        last = step == config.max_iters
+        if step % config.log_interval == 0 or last:
+            seconds = (time.perf_counter() - started) / (step - timed)
+            rate = tokens_per_step / seconds
+            mfu = f" | MFU {100 * rate * flops_per_token(model, config.block_size) / peak:.1f}%" if peak else ""
+            eta = int(seconds * (config.max_iters - step))
+            print(f"step {step:,}/{config.max_iters:,} ({100 * step / config.max_iters:.0f}%) | loss {np.mean(losses):.4f} | lr {lr:.1e} | "
+                  f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s{mfu} | ETA {eta // 60}:{eta % 60:02d}", flush=True)
+            log(step=step, loss=float(np.mean(losses)), lr=lr, ms=1000 * seconds, tokens_per_second=rate)
+            losses, started, timed = [], time.perf_counter(), step
+        if last or config.eval_interval and step % config.eval_interval == 0:
+            paused = time.perf_counter()
+            val_loss = validate()
+            best = val_loss if best is None else min(best, val_loss)
+            checkpoint_now()
+            print(f"step {step:,}: validation loss {val_loss:.4f}, perplexity {math.exp(val_loss):.2f}, saved {ckpt}", flush=True)
+            log(step=step, val_loss=val_loss, best_val_loss=best)
+            started += time.perf_counter() - paused                          # validation is not part of the step time
+    if stop:
+        checkpoint_now()
+        print(f"signal {stop[0]}: saved step {step:,}; continue with --resume --out_dir {out}", flush=True)
+        raise SystemExit(128 + stop[0])
+
+
+if __name__ == "__main__":
+    main()
