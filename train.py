@@ -21,8 +21,8 @@ from data import die
 from model import GPT, GPTConfig, is_positional, load_model
 
 PRESETS = {
-    "tiny":  dict(n_layer=4, n_head=2, n_embd=128, data="stdlib", block_size=256, batch_size=16, max_iters=1400,
-                  learning_rate=2e-3, min_lr=2e-4, warmup_iters=50),
+    "tiny":  dict(n_layer=4, n_head=2, n_embd=128, data="stdlib", block_size=256, batch_size=16, max_iters=1200,
+                  learning_rate=3e-3, min_lr=3e-4, warmup_iters=50),
     "small": dict(n_layer=8, n_head=6, n_embd=384, data="stdlib", block_size=512, batch_size=32, max_iters=2000,
                   learning_rate=1e-3, min_lr=1e-4, warmup_iters=100),
     "paper": dict(n_layer=16, n_head=12, n_embd=768, data="openwebtext", block_size=512, batch_size=64,
