@@ -141,14 +141,16 @@ def evaluate(run, args):
     stretch = min(max(args.tokens // longest, 1), (len(val) - 1) // longest) * longest
 
     result = {"run": run.name, "pos": model.config.pos, "step": saved["step"], "train_context": block, "data": folder.name,
-              "seed": config["seed"], "params": model.num_params()[0], "dtype": str(dtype)[6:], "targets": len(blocks) * block,
-              "stretch": stretch, "longest": longest, "threads": torch.get_num_threads(), "rows": [], "per_position": []}
+              "seed": config["seed"], "params": model.num_params()[0], "dtype": str(dtype)[6:], "targets": len(blocks),
+              "stretch": stretch, "longest": longest, "rows": [], "per_position": []}
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     try:
         old = json.loads(out.read_text())
-        if all(old.get(k) == v for k, v in result.items() if k not in ("rows", "per_position", "threads", "run")):
+        if all(old.get(k) == v for k, v in result.items() if k not in ("rows", "per_position", "run")):
             result["rows"], result["per_position"] = old["rows"], old["per_position"]
     except (OSError, ValueError, KeyError, AttributeError):
         pass
+    result["device"] = f"{where}, torch {torch.__version__}"
     have = {(r["protocol"], r["context"]): r for r in result["rows"]}
     print(f"\n{run.name}: {result['pos']}, step {result['step']:,}, trained at {block}; {folder}: {len(val):,} validation tokens; {result['dtype']}\n"
           f"{'context':>9} | {'last':>9} {'ratio':>8} {'+-':>6} | {'window':>9} {'ratio':>8} {'+-':>6} | seconds | peak MB", flush=True)
@@ -177,7 +179,7 @@ def evaluate(run, args):
                     edges = [0] + [2 ** i for i in range(n.bit_length()) if 2 ** i < n] + [n]
                     result["per_position"] = [{"from": a, "to": b, "nll": float(nll[:, a:b].astype(np.float64).mean())} for a, b in zip(edges, edges[1:])]
             have[protocol, n] = finite(row)
-            result["rows"] = sorted(have.values(), key=lambda r: (r["protocol"], r["context"]))
+            result["rows"] = sorted(have.values(), key=lambda r: (r["protocol"], r["context"]))   # whole after every length
             data.write_json(out, finite(result))
     for n in lengths:
         two = [have["last", n], have["window", n]]
@@ -185,6 +187,16 @@ def evaluate(run, args):
         print(f"{n:>9,} | {cells} | {show(two[0]['seconds'] and two[0]['seconds'] + two[1]['seconds'], '7.1f', two[0])} | {show(two[1]['peak_mb'], '7,.0f', two[0])}"
               + ("" if two[0]["tokens"] else f"   (longer than the {len(val):,} tokens there are)"))
     return result
+
+
+def compare(results):
+    """All runs in one Markdown table: perplexity at the training context and protocol `last`'s ratio at every length."""
+    lengths = sorted({w["context"] for r in results for w in r["rows"]})
+    print("\n| run | ppl at training context | " + " | ".join(f"{n:,}" for n in lengths) + " |\n|" + "---|" * (len(lengths) + 2))
+    for r in results:
+        rows = {w["context"]: w for w in r["rows"] if w["protocol"] == "last"}
+        cells = [show(rows[n]["ratio"], ".2f", rows[n]) if n in rows else "" for n in lengths]
+        print(f"| {r['run']} | {show(rows[r['train_context']]['ppl'], '.2f', rows[r['train_context']])} | " + " | ".join(cells) + " |")
 
 
 def show(value, spec, row):
@@ -225,6 +237,7 @@ def plot(results, path):
         ax.set(xscale="log", yscale="log", xlabel="context length (tokens)", title=f"{protocol}: {title}")
         ax.xaxis.set_major_locator(plt.FixedLocator([2 ** i for i in range(4, 24)]))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        ax.yaxis.set_major_locator(plt.LogLocator(base=10, subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_minor_formatter(NullFormatter())
@@ -263,6 +276,8 @@ def main(argv=None):
         if args.plot:
             pyplot()                                                         # before the work, not after it
         results = [evaluate(run, args) for run in runs]
+        if len(results) > 1:
+            compare(results)
         if args.plot:
             path = Path("out/extrapolation.png")
             path.parent.mkdir(exist_ok=True)

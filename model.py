@@ -47,12 +47,12 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.transport = LayerTransport(config.pos, config.n_embd, config.n_head, config.sigma)
 
-    def forward(self, x, shared):
+    def forward(self, x, shared, cache=None):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)   # each (B, H, T, d)
         if self.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        y = self.transport(q, k, v, x, shared)                                          # (B, H, T, d)
+        y = self.transport(q, k, v, x, shared, cache)                                   # (B, H, T, d)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -65,8 +65,8 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(config.n_embd, 4 * config.n_embd, bias=False), nn.GELU(),
                                  nn.Linear(4 * config.n_embd, config.n_embd, bias=False))
 
-    def forward(self, x, shared):
-        x = x + self.attn(self.ln_1(x), shared)
+    def forward(self, x, shared, cache=None):
+        x = x + self.attn(self.ln_1(x), shared, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -93,13 +93,21 @@ class GPT(nn.Module):
         sizes = {name: p.numel() for name, p in self.named_parameters()}
         return sum(sizes.values()), sum(n for name, n in sizes.items() if is_positional(name))
 
-    def hidden(self, idx):
-        """Token ids (B, T) -> final normalised hidden states (B, T, C)."""
+    def hidden(self, idx, cache=None):
+        """Token ids (B, T) -> final normalised hidden states (B, T, C).
+
+        cache from `new_cache`: idx are the tokens that follow those it holds, any number at first, then one at a time.
+        """
         x = self.wte(idx)
-        shared = self.transport(idx, torch.promote_types(x.dtype, torch.float32))
-        for block in self.h:
-            x = block(x, shared)
+        *layers, shared_cache = cache or [None] * (len(self.h) + 1)
+        shared = self.transport(idx, torch.promote_types(x.dtype, torch.float32), shared_cache)
+        for block, layer_cache in zip(self.h, layers):
+            x = block(x, shared, layer_cache)
         return self.ln_f(x)
+
+    def new_cache(self):
+        """An empty cache: a dict per layer (transported keys and values, running transport) and one for the shared transport."""
+        return [{} for _ in range(len(self.h) + 1)]
 
     def nll(self, idx, targets):
         """Negative log-likelihood (nats) of every target: idx, targets (B, T) -> (B, T), float32 or wider.
@@ -116,21 +124,22 @@ class GPT(nn.Module):
         logits = F.linear(x, self.wte.weight)
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y, reduction="none")
 
-    def forward(self, idx, targets=None):
+    def forward(self, idx, targets=None, cache=None):
         """idx (B, T) -> (logits, loss): with targets (None, mean loss), without (logits of the last position (B, 1, V), None)."""
         if targets is not None:
             return None, self.nll(idx, targets).mean()
-        return F.linear(self.hidden(idx)[:, -1:], self.wte.weight), None
+        return F.linear(self.hidden(idx, cache)[:, -1:], self.wte.weight), None
 
     @torch.no_grad()
     def generate(self, idx, n, temperature=1.0, top_k=None):
-        """Append n sampled tokens to idx (B, T) -> (B, T + n). temperature 0 takes the likeliest token."""
+        """Append n sampled tokens to idx (B, T) -> (B, T + n), O(T) work a token. temperature 0 takes the likeliest token."""
+        cache, new = self.new_cache(), idx
         for _ in range(n):
-            logits = self(idx)[0][:, -1].float()
+            logits = self(new, cache=cache)[0][:, -1].float()
             if top_k is not None:
                 logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -math.inf
-            token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1) if temperature > 0 else logits.argmax(-1, keepdim=True)
-            idx = torch.cat((idx, token), dim=1)
+            new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1) if temperature > 0 else logits.argmax(-1, keepdim=True)
+            idx = torch.cat((idx, new), dim=1)
         return idx
 
 

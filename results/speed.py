@@ -1,0 +1,190 @@
+"""Cost and precision of every scheme, behind the README's figures:  python results/speed.py [steps|memory|rows ...]
+
+  steps   time of a training step of the tiny preset: median over interleaved steps, as a ratio to rope's
+  memory  one forward of 16,384 / 32,768 / 65,536 tokens (one layer, 2 heads of 64): peak resident memory over that of a short
+          forward, and time as a ratio to the bare calls (SDPA and matmuls of the same sizes) measured in the same process
+  rows    attention alone at 65,536 tokens, one head of 64: time as a ratio to bare SDPA, and the relative error of the last 64
+          rows against a float64 recursion, step by step
+Writes results/speed.json.
+"""
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+import torch
+import torch.nn.functional as F
+
+import train
+import transport
+from eval_extrapolate import peak_mb
+from model import GPT, GPTConfig
+
+POS = ["rope", "nope", "random_qk", "random_qkv", "accum_qk", "accum_qkv", "hidden_qk", "hidden_qkv", "householder_qk", "householder_qkv", "path",
+       "alibi", "fox", "rope+alibi", "random_qkv+alibi", "accum_qkv+alibi", "hidden_qkv+alibi", "accum_qkv+fox", "path+fox"]
+CPU = torch.device("cpu")
+
+
+def seconds(f):
+    start = time.perf_counter()
+    f()
+    return time.perf_counter() - start
+
+
+def model_of(pos, **kw):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(pos=pos, n_head=2, n_embd=128, vocab_size=320, **kw))
+
+
+def steps(compiled, n=21):
+    """-> {pos: milliseconds, ratio to rope}: batch 16 x 256, bfloat16 autocast, forward, backward, clipping and AdamW."""
+    x, y = (torch.randint(0, 257, (16, 256)) for _ in range(2))
+    runs = {}
+    for pos in POS if not compiled else ["rope", "accum_qkv", "alibi", "accum_qkv+alibi"]:
+        model = model_of(pos, n_layer=4)
+        runs[pos] = model, train.make_optimizer(model, train.TrainConfig(), "cpu"), torch.compile(model) if compiled else model
+
+    def step(model, optimizer, call):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = call(x, y)[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    times = {pos: [] for pos in runs}
+    for i in range(n + 2):
+        for pos, run in runs.items():
+            times[pos].append(seconds(lambda: step(*run)))
+    median = {pos: sorted(t[2:])[n // 2] for pos, t in times.items()}
+    return {pos: {"ms": round(1e3 * t, 1), "ratio": round(t / median["rope"], 3)} for pos, t in median.items()}
+
+
+@torch.no_grad()
+def memory_of(pos, T):
+    """-> MB over a short forward, seconds, ratio to the bare calls. Runs in a process of its own."""
+    model = model_of(pos, n_layer=1)
+    idx = torch.randint(0, 257, (1, T + 1))
+    model.nll(idx[:, :64], idx[:, 1:65])
+    x, qkv = torch.randn(T, 512), torch.randn(3, 1, 2, T, 64)
+    weights = [torch.randn(a, b) for a, b in ((128, 384), (128, 128), (128, 512), (512, 128), (128, 320))]
+
+    def bare():
+        F.scaled_dot_product_attention(*qkv, is_causal=True)
+        for w in weights:
+            x[:, :w.size(0)] @ w
+    bare_time = seconds(bare)
+    peak_mb(CPU, reset=True)
+    before = peak_mb(CPU)
+    forward = seconds(lambda: model.nll(idx[:, :-1], idx[:, 1:]))
+    grown = peak_mb(CPU) - before
+    bare_time = min(bare_time, seconds(bare))
+    return {"mb": round(grown), "seconds": round(forward, 2), "ratio": round(forward / bare_time, 3)}
+
+
+def recursion(q, k, v, step, bias, values, n=64):
+    """float64, token by token: C_t = step(t, C_{t-1}) with C_0 = I; the last n rows of attention over all T keys. (T, d) each."""
+    T, d = q.shape
+    C, K, V, Q, Cs = torch.eye(d, dtype=torch.float64), k.double().clone(), v.double().clone(), q.double().clone(), {}
+    for t in range(T):
+        C = step(t, C)
+        K[t] = C.T @ K[t]
+        if values:
+            V[t] = C.T @ V[t]
+        if t >= T - n:
+            Cs[t] = C
+    rows = []
+    for t in range(T - n, T):
+        scores = K[:t + 1] @ (Cs[t].T @ Q[t]) / math.sqrt(d) + bias[:t + 1] - bias[t]
+        o = scores.softmax(0) @ V[:t + 1]
+        rows.append(Cs[t] @ o if values else o)
+    return torch.stack(rows)
+
+
+def path_recursion(q, k, v, w, beta, bias, n=64):
+    """The same for PaTH, whose C_t is singular: queries are carried back over the keys instead."""
+    T, d = q.shape
+    r, w, k = q[-n:].double().clone(), w.double(), k.double()
+    scores = torch.full((n, T), -math.inf, dtype=torch.float64)
+    for j in range(T - 1, -1, -1):
+        first = max(0, j - (T - n))                                         # rows T - n + first, ... see key j
+        scores[first:, j] = r[first:] @ k[j]
+        r[first:] -= beta[j].double() * (r[first:] @ w[j])[:, None] * w[j]
+    return (scores / math.sqrt(d) + bias - bias[-n:, None]).softmax(-1) @ v.double()
+
+
+@torch.no_grad()
+def rows(T=65536, d=64, n=64):
+    torch.manual_seed(0)
+    q, k, v, w = (torch.randn(1, 1, T, d) for _ in range(4))
+    beta, log_f = 2 * torch.rand(1, 1, T), F.logsigmoid(torch.randn(1, 1, T) + 4)
+    steps_, unit = 0.3 * torch.randn(T, d // 2), F.normalize(w, dim=-1)
+    zero, slope = torch.zeros(T, dtype=torch.float64), 2.0 ** -8 * torch.arange(T, dtype=torch.float64)
+    gate = transport.forget_bias(log_f)
+
+    def turn(t, C):
+        cos, sin = steps_[t].double().cos()[:, None], steps_[t].double().sin()[:, None]
+        return torch.cat((cos * C[:d // 2] + sin * C[d // 2:], cos * C[d // 2:] - sin * C[:d // 2]))
+
+    def reflect(t, C):
+        u = w[0, 0, t].double()
+        return C - 2 / (u @ u) * torch.outer(u, u @ C)
+
+    def householder(values):
+        frame = transport.householder(w)
+        enc = lambda x: transport.householder_encode(x, frame)
+        o = transport.attend(enc(q), enc(k), enc(v) if values else v)
+        return transport.householder_decode(o, frame) if values else o
+    accum = lambda values, bias=None: transport.attend(q, k, v, transport.accumulate(steps_)[None, None], values, bias)
+    stay = lambda t, C: C
+    one = [t[0, 0] for t in (q, k, v)]
+    cases = {
+        "accum_qk": (lambda: accum(False), lambda: recursion(*one, turn, zero, False)),
+        "accum_qkv": (lambda: accum(True), lambda: recursion(*one, turn, zero, True)),
+        "accum_qkv+alibi": (lambda: accum(True, slope[None, None]), lambda: recursion(*one, turn, slope, True)),
+        "alibi": (lambda: transport.attend(q, k, v, key_bias=slope[None, None]), lambda: recursion(*one, stay, slope, False)),
+        "fox": (lambda: transport.attend(q, k, v, key_bias=transport.forget_bias(log_f)), lambda: recursion(*one, stay, gate[0, 0], False)),
+        "householder_qk": (lambda: householder(False), lambda: recursion(*one, reflect, zero, False)),
+        "householder_qkv": (lambda: householder(True), lambda: recursion(*one, reflect, zero, True)),
+        "path": (lambda: transport.path_attention(q, k, v, unit, beta), lambda: path_recursion(*one, unit[0, 0], beta[0, 0], zero)),
+        "path+fox": (lambda: transport.path_attention(q, k, v, unit, beta, log_f), lambda: path_recursion(*one, unit[0, 0], beta[0, 0], gate[0, 0])),
+    }
+    out = {}
+    for name, (fast, reference) in cases.items():
+        bare = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        got = []
+        time_fast = seconds(lambda: got.append(fast()))
+        bare = min(bare, seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        ref = reference()
+        error = ((got[0][0, 0, -n:].double() - ref).norm() / ref.norm()).item()
+        out[name] = {"ratio": round(time_fast / bare, 3), "error": float(f"{error:.2g}")}
+        print(name, out[name], flush=True)
+    return out
+
+
+def main():
+    if len(sys.argv) == 4 and sys.argv[1] == "one":
+        return print(json.dumps(memory_of(sys.argv[2], int(sys.argv[3]))))
+    wanted, path = sys.argv[1:] or ["steps", "memory", "rows"], HERE / "speed.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), platform.processor())
+    result["machine"] = f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}"
+    if "steps" in wanted:
+        result["step"] = {"eager": steps(False)} | ({"compiled": steps(True)} if train.can_compile("cpu") else {})
+    if "memory" in wanted:
+        result["forward"] = {}
+        for pos in POS:
+            result["forward"][pos] = {T: json.loads(subprocess.run([sys.executable, __file__, "one", pos, str(T)], capture_output=True, text=True, check=True).stdout)
+                                      for T in (16384, 32768, 65536)}
+            print(pos, result["forward"][pos], flush=True)
+    if "rows" in wanted:
+        result["attention"] = rows()
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
