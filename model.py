@@ -84,6 +84,8 @@ class GPT(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 residual = name.endswith(("c_proj", "mlp.2"))
                 nn.init.normal_(module.weight, std=std / math.sqrt(2 * config.n_layer) if residual else std)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
         for module in self.modules():
             for name, std in getattr(module, "init_std", {}).items():
                 nn.init.normal_(getattr(module, name).weight, std=std)

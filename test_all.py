@@ -551,7 +551,8 @@ def test_bad_configurations():
     for kw, word in ((dict(n_embd=30, n_head=4), "divisible"), (dict(n_embd=30, n_head=2), "even"), (dict(pos="x"), "rotations"), (dict(n_layer=0), "at least 1")):
         with pytest.raises(ValueError, match=word):
             tiny(**kw)
-    assert tiny("alibi", n_embd=30)(ids(1, 4), ids(1, 4))[1].isfinite()    # nothing turns: an odd head dim will do
+    for pos in ("alibi", "householder_qkv", "path+fox"):                   # no pairs: an odd head dim will do
+        assert tiny(pos, n_embd=30)(ids(1, 4), ids(1, 4))[1].isfinite()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -35,20 +35,20 @@ class Scheme(NamedTuple):
 
 
 SCHEMES = {
-    "nope":        Scheme("rotation", "none", False, "identity step: no positions (control)"),
-    "rope":        Scheme("rotation", "constant", False, "constant angle per block (the baseline)"),
-    "rope_qkv":    Scheme("rotation", "constant", True, "constant angle per block, values too (control)"),
-    "random_qk":   Scheme("rotation", "random", False, "frozen random angle per token id and block"),
-    "random_qkv":  Scheme("rotation", "random", True, "frozen random angle per token id and block, values too"),
-    "accum_qk":    Scheme("rotation", "table", False, "learned angle per token id and block"),
-    "accum_qkv":   Scheme("rotation", "table", True, "learned angle per token id and block, values too"),
-    "hidden_qk":   Scheme("rotation", "hidden", False, "learned angle from the layer's input"),
-    "hidden_qkv":  Scheme("rotation", "hidden", True, "learned angle from the layer's input, values too"),
+    "nope":            Scheme("rotation", "none", False, "identity step: no positions (control)"),
+    "rope":            Scheme("rotation", "constant", False, "constant angle per block (the baseline)"),
+    "rope_qkv":        Scheme("rotation", "constant", True, "constant angle per block, values too (control)"),
+    "random_qk":       Scheme("rotation", "random", False, "frozen random angle per token id and block"),
+    "random_qkv":      Scheme("rotation", "random", True, "frozen random angle per token id and block, values too"),
+    "accum_qk":        Scheme("rotation", "table", False, "learned angle per token id and block"),
+    "accum_qkv":       Scheme("rotation", "table", True, "learned angle per token id and block, values too"),
+    "hidden_qk":       Scheme("rotation", "hidden", False, "learned angle from the layer's input"),
+    "hidden_qkv":      Scheme("rotation", "hidden", True, "learned angle from the layer's input, values too"),
     "householder_qk":  Scheme("rotation", "reflection", False, "exact reflection I - 2ww'/|w|^2, w from the layer's input"),
     "householder_qkv": Scheme("rotation", "reflection", True, "exact reflection from the layer's input, values too"),
-    "path":        Scheme("rotation", "path", False, "PaTH: I - beta ww', beta in (0, 2), w and beta from the layer's input"),
-    "alibi":       Scheme("bias", "constant", False, "key bias slope_h * j (explicit far-mass control)"),
-    "fox":         Scheme("bias", "gate", False, "Forgetting Transformer: key bias -cumsum(log f), f from the layer's input"),
+    "path":            Scheme("rotation", "path", False, "PaTH: I - beta ww', beta in (0, 2), w and beta from the layer's input"),
+    "alibi":           Scheme("bias", "constant", False, "key bias slope_h * j (explicit far-mass control)"),
+    "fox":             Scheme("bias", "gate", False, "Forgetting Transformer: key bias -cumsum(log f), f from the layer's input"),
 }
 
 
@@ -268,14 +268,14 @@ def path_attention(q, k, v, w, beta, log_forget=None, key_bias=None, cache=None,
         q, k, v, w, beta = pad_steps(T, *(t.to(wide) for t in (q, k, v, w, beta)))
         bias = q.new_zeros(1, 1, T) if key_bias is None else key_bias.double()
         bias = torch.cat((bias, bias[..., -1:].expand(-1, -1, q.size(2) - T)), dim=-1)
-        past_k = past_v = q.new_zeros(B, H, 0, d)
-        out = []
+        past_k, past_v, out = q.new_zeros(B, H, 0, d), q.new_zeros(B, H, 0, d), []
+        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
         for start in range(0, q.size(2), block):
             Q, K, V, u, b = (t[:, :, start:start + block] for t in (q, k, v, w, beta))
             W, X = ut_transform(u, b)                                       # n chunks of c rows
             Qc, Kc = (t.unflatten(2, W.shape[2:4]) for t in (Q, K))
             QWX, WK = (Qc @ W.mT).tril() @ X, (W @ Kc.mT).tril(-1)
-            own = (Qc @ Kc.mT - QWX @ WK).masked_fill(causal_gap(CHUNK, q.device), -math.inf)
+            own = (Qc @ Kc.mT - QWX @ WK).masked_fill(later, -math.inf)
             Qc = Qc - QWX @ W                                               # queries at the start of their chunk
             Kc = Kc - (X @ WK).mT @ W                                       # keys at its end
             A = torch.eye(d, dtype=wide, device=q.device) - W.mT @ X.mT @ W    # row form: a key goes through the chunk by k @ A
@@ -308,11 +308,6 @@ def path_attention(q, k, v, w, beta, log_forget=None, key_bias=None, cache=None,
         return torch.cat(out, dim=2)[:, :, :T].to(low)
 
 
-def causal_gap(n, device):
-    """(n, n) mask of the keys after each query."""
-    return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
-
-
 def forget_bias(log_forget, cache=None):
     """Forget gate (Lin et al., arXiv 2503.02130) as a key bias: log f (B, H, T) -> -cumsum(log f), float64; with a cache, of all keys."""
     if cache is not None:
@@ -332,7 +327,7 @@ class SharedTransport(nn.Module):
     def __init__(self, pos, vocab_size, n_head, head_dim, sigma=0.3, rope_base=10000.0):
         super().__init__()
         rotation, self.bias = parse(pos)
-        if head_dim % 2 and SCHEMES[rotation].step != "none":
+        if head_dim % 2 and SCHEMES[rotation].step in ("constant", "random", "table", "hidden"):
             raise ValueError(f"{pos} turns channel pairs: the head dim must be even, got {head_dim}")
         self.step, self.n_head, self.head_dim, self.rope_base = SCHEMES[rotation].step, n_head, head_dim, rope_base
         if self.step in ("random", "table"):                                # N(0, sigma^2) per token id, head and block
