@@ -76,10 +76,10 @@ def summary(nll, base, block):
     base = base[:len(nll)]
     spread = lambda a: float(a.std(ddof=1) / math.sqrt(len(a))) if len(a) > 1 else None
     blocks = lambda a: a[:len(a) // block * block].reshape(-1, block).mean(1)
-    diff = blocks(nll) - blocks(base) if np.isfinite(nll).all() else np.array([])
     exp = lambda a: math.exp(a) if a < 700 else math.inf
-    return {"tokens": len(nll), "nll": float(nll.mean()), "ppl": exp(nll.mean()), "ratio": exp(nll.mean() - base.mean()),
-            "stderr": spread(blocks(nll)), "ratio_stderr": spread(diff)}
+    with np.errstate(invalid="ignore"):                                      # infinite losses: their spread is no number
+        return {"tokens": len(nll), "nll": float(nll.mean()), "ppl": exp(nll.mean()), "ratio": exp(nll.mean() - base.mean()),
+                "stderr": spread(blocks(nll)), "ratio_stderr": spread(blocks(nll) - blocks(base))}
 
 
 def finite(value):

@@ -2,14 +2,13 @@
 import ast
 import dataclasses
 import hashlib
-import io
+import importlib.util
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -984,7 +983,7 @@ def test_train_then_evaluate_then_plot(corpus, tmp_path, monkeypatch, capsys):
     for pos in ("rope", "alibi"):
         assert run_train(corpus, tmp_path / "out" / pos, "--max_iters", 3, "--pos", pos) == 0
     monkeypatch.chdir(tmp_path)
-    plots = [] if not any(m == "matplotlib" for m in sys.modules) and not __import__("importlib").util.find_spec("matplotlib") else ["--plot"]
+    plots = ["--plot"] if importlib.util.find_spec("matplotlib") else []
     eval_extrapolate.main(["--lengths", "32,65,127,2048", "--tokens", "4096", *plots])
     assert "2,048" in capsys.readouterr().out and (not plots or Path("out/extrapolation.png").stat().st_size > 10000)
     result = json.loads(Path("out/rope/extrapolate.json").read_text())
@@ -1021,3 +1020,26 @@ def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
     torch.save({"x": 1}, tmp_path / "run" / "ckpt.pt")
     refuse(tmp_path / "run", words=["not a checkpoint of this model"])
     assert not (tmp_path / "run" / "extrapolate.json").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README.md
+
+def test_readme_example_is_the_scheme_it_names():
+    lines = [line for line in (HERE / "README.md").read_text().split("```python\n")[1].split("```")[0].splitlines() if not line.startswith("#")]
+    model = tiny("accum_qkv+alibi")
+    B, T, idx, x = 2, 9, ids(2, 9), torch.zeros(1)
+    q, k, v = (randn(B, 2, T, 16, seed=s, dtype=torch.float32) for s in range(3))
+    attention = type("CausalSelfAttention", (), {"n_head": 2, "angle": lambda self, idx: F.embedding(idx, model.transport.table)})()
+    scope = {"self": attention, "idx": idx, "x": x, "q": q, "k": k, "v": v, "B": B, "T": T, "torch": torch}
+    exec("\n".join(lines), scope)
+    turn, bias = model.transport(idx)
+    assert torch.equal(scope["y"], attend(q, k, v, turn, True, bias))
+
+
+def test_readme_and_help_list_every_scheme():
+    readme, usage = (HERE / "README.md").read_text(), cli(HERE / "train.py", "--help").stdout
+    for name, scheme in SCHEMES.items():
+        assert f"| `{name}` |" in readme and scheme.about in readme and f"  {name} " in usage and scheme.about in usage
+    for config in (GPTConfig, train.TrainConfig):
+        assert all(f"--{f.name}" in usage for f in dataclasses.fields(config))

@@ -19,6 +19,7 @@ import torch
 import data
 from data import die
 from model import GPT, GPTConfig, is_positional, load_model
+from transport import SCHEMES
 
 PRESETS = {
     "tiny":  dict(n_layer=4, n_head=2, n_embd=128, data="stdlib", block_size=256, batch_size=16, max_iters=1200,
@@ -76,7 +77,9 @@ class Parser(argparse.ArgumentParser):
 
 def parse_args(argv=None):
     """Flags -> (GPTConfig, TrainConfig, dict of the flags given by hand, resume)."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    schemes = "\n".join(f"  {name:<16} {s.kind}: {s.about}" for name, s in SCHEMES.items())
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    epilog=f"schemes for --pos (ROTATION, BIAS or ROTATION+BIAS):\n{schemes}")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir from its checkpoint")
     for cls in (GPTConfig, TrainConfig):
         group = parser.add_argument_group(cls.__name__)
