@@ -258,7 +258,7 @@ def main(argv=None):
     parser.add_argument("--lengths", default="", help="context lengths, such as 256,512,...,65536 (\"...\" doubles); default: the training context "
                                                       "doubled up to 16,384 on CPU, to 65,536 on CUDA")
     parser.add_argument("--targets", type=int, default=16, help="target blocks of protocol last (default 16)")
-    parser.add_argument("--tokens", type=int, default=131072, help="stretch of text of protocol window (default 131,072, at least one longest window)")
+    parser.add_argument("--tokens", type=int, default=65536, help="stretch of text of protocol window (default 65,536, at least one longest window)")
     parser.add_argument("--data", default="", help="data set (default: the one the run was trained on)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", help="bfloat16 or float32; auto is float32 on CPU, bfloat16 on CUDA")
