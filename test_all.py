@@ -739,7 +739,7 @@ def test_evaluating_does_not_change_the_training(corpus, tmp_path):
 
 def test_accumulation_averages(corpus, tmp_path, monkeypatch):
     grads = []
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda params, _: grads.append(torch.cat([p.grad.flatten() for p in params])))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda params, _: grads.append(torch.cat([p.grad.flatten() for p in params])) or 1.0)
     for name, batch, micro in (("one", 8, 1), ("four", 2, 4)):
         run_train(corpus, tmp_path / name, "--max_iters", 1, "--batch_size", batch, "--gradient_accumulation_steps", micro)
     assert (grads[0] - grads[1]).abs().max() < 1e-6 * grads[0].abs().max() + 1e-8
@@ -800,6 +800,18 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_
     assert "step 7 is nan" in capsys.readouterr().err
     saved, w = weights(tmp_path / "run")
     assert saved["step"] == 4 and w.isfinite().all()
+
+
+def test_a_non_finite_gradient_or_validation_never_reaches_the_checkpoint(corpus, tmp_path, monkeypatch, capsys):
+    real, norm = torch.nn.utils.clip_grad_norm_, []
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: norm.append(real(*a)) or norm[-1] * (math.inf if len(norm) > 2 else 1))
+    assert run_train(corpus, tmp_path / "run", "--max_iters", 20, "--eval_interval", 2) == 1
+    assert "gradient norm inf" in capsys.readouterr().err and weights(tmp_path / "run")[0]["step"] == 2
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", real)
+    nll = GPT.nll
+    monkeypatch.setattr(GPT, "nll", lambda self, *a: nll(self, *a) * (1 if self.training else math.nan))
+    assert run_train(corpus, tmp_path / "run", "--resume") == 1
+    assert "validation loss at step 4 is nan" in capsys.readouterr().err and weights(tmp_path / "run")[0]["step"] == 2
 
 
 def test_optimizer_groups_cover_every_parameter_once():

@@ -123,7 +123,8 @@ def pick_dtype(name, device):
     if torch.device(device).type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        fast = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        checks = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
+        fast = device == "cpu" and any(getattr(torch.cpu, check, lambda: False)() for check in checks)
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -208,7 +209,7 @@ def main(argv=None):
             torch.manual_seed(config.seed)
             model = GPT(model_config)
         out.mkdir(parents=True, exist_ok=True)
-        log_file = open(out / "log.jsonl", "a+")
+        log_file = open(out / "log.jsonl", "a+" if resume else "w")
     except (ValueError, OSError) as e:
         die(e)
 
@@ -219,9 +220,9 @@ def main(argv=None):
     if resume:
         optimizer.load_state_dict(saved["optimizer"])
         step, best = saved["step"], saved["best_val_loss"]
-        log_file.seek(0)                                                     # forget what came after the checkpoint
+        log_file.seek(0)
         kept = [line for line in log_file if json.loads(line).get("step", 0) <= step]
-        log_file.truncate(0)
+        log_file.truncate(0)                                                 # forget what came after the checkpoint
         log_file.writelines(kept)
     use_compile = ("cuda" in device if config.compile is None else config.compile) and can_compile(device)
     run = torch.compile(model) if use_compile else model
@@ -264,9 +265,12 @@ def main(argv=None):
         except (OSError, RuntimeError) as e:                                 # such as a full disk
             fail(f"step {step:,} could not be saved: {e}")
 
-    stop = []                                                                # signals received
-    for s in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(s, lambda number, frame: stop.append(number))
+    stop = []                                                                # the signal received; a second one kills
+    def on_signal(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
 
     if step >= config.max_iters:
         print(f"nothing to do: {ckpt} is at step {step:,}; --max_iters asks for more")
@@ -290,10 +294,9 @@ def main(argv=None):
             loss.backward()
             loss_sum += loss.detach()
         losses.append(loss_sum.item())
-        if not math.isfinite(losses[-1]):
-            fail(f"the loss at step {step + 1:,} is {losses[-1]}")
-        if config.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        if not math.isfinite(losses[-1] + norm):                             # before it can reach the weights
+            fail(f"the loss at step {step + 1:,} is {losses[-1]}, its gradient norm {norm}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
@@ -311,9 +314,11 @@ def main(argv=None):
         if last or config.eval_interval and step % config.eval_interval == 0:
             paused = time.perf_counter()
             val_loss = validate()
+            if not math.isfinite(val_loss):
+                fail(f"the validation loss at step {step:,} is {val_loss}")
             best = val_loss if best is None else min(best, val_loss)
             checkpoint_now()
-            print(f"step {step:,}: validation loss {val_loss:.4f}, perplexity {math.exp(val_loss):.2f}, saved {ckpt}", flush=True)
+            print(f"step {step:,}: validation loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, saved {ckpt}", flush=True)
             log(step=step, val_loss=val_loss, best_val_loss=best)
             started += time.perf_counter() - paused                          # validation is not part of the step time
     if stop:
