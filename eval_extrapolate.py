@@ -124,69 +124,79 @@ class Progress:
                   end="\r" if tty else "\n", file=sys.stderr, flush=True)
 
 
+EMPTY = dict.fromkeys(("nll", "ppl", "ratio", "stderr", "ratio_stderr", "seconds", "peak_mb")) | {"windows": 0, "tokens": 0}
+
+
 def evaluate(run, args):
     """Evaluate one run, write run/extrapolate.json after every length, print its table; -> the JSON's dict."""
     device = torch.device(pick_device(args.device))
     dtype = pick_dtype("float32" if args.dtype == "auto" and device.type == "cpu" else args.dtype, device)
     model, saved = load_model(run / "ckpt.pt", device)
-    config = saved["train_config"]
-    block, folder, out = config["block_size"], data.find(args.data or config["data"]), run / "extrapolate.json"
+    config, out = saved["train_config"], run / "extrapolate.json"
+    block, folder = config["block_size"], data.find(args.data or config["data"])
     lengths = parse_lengths(args.lengths, block, 65536 if device.type == "cuda" else 16384)
     val = data.load(folder, "val", block + 1)
     if int(val.max()) >= model.config.vocab_size:
-        raise ValueError(f"{folder}/val.bin holds a token id {int(val.max()):,}, beyond the model's vocabulary of {model.config.vocab_size:,}")
+        raise ValueError(f"{folder}/val.bin holds a token id {int(val.max()):,}, beyond the model's {model.config.vocab_size:,}")
+
+    # which tokens are scored: target blocks beyond the longest context, and the leading stretch in whole longest windows
     longest = max(n for n in lengths if n < len(val))
-    room = len(val) - 1 - longest                                            # where the block of a longest window may end, beyond it
+    room = len(val) - 1 - longest
     blocks = longest - block + np.unique(np.linspace(0, room, min(args.targets, 1 + room // block)).astype(np.int64))
     stretch = min(max(args.tokens // longest, 1), (len(val) - 1) // longest) * longest
+    nll_of = {"last": lambda n: last_nll(model, val, blocks, block, n, dtype=dtype, tick=progress.tick),
+              "window": lambda n: window_nll(model, val, np.arange(stretch // n) * n, n, dtype=dtype, tick=progress.tick)}
+    cost = {"last": lambda n: len(blocks) * max(n, block), "window": lambda n: stretch // n * n}
 
-    result = {"run": run.name, "pos": model.config.pos, "step": saved["step"], "train_context": block, "data": folder.name,
-              "seed": config["seed"], "params": model.num_params()[0], "dtype": str(dtype)[6:], "targets": len(blocks),
-              "stretch": stretch, "longest": longest, "rows": [], "per_position": []}
+    # what an earlier call with the same settings has left is kept, but for the training context, the base of all ratios
+    settings = {"pos": model.config.pos, "step": saved["step"], "train_context": block, "data": folder.name, "seed": config["seed"],
+                "params": model.num_params()[0], "dtype": str(dtype)[6:], "targets": len(blocks), "stretch": stretch, "longest": longest}
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    have, per_position = {}, []
     try:
         old = json.loads(out.read_text())
-        if all(old.get(k) == v for k, v in result.items() if k not in ("rows", "per_position", "run")):
-            result["rows"], result["per_position"] = old["rows"], old["per_position"]
-    except (OSError, ValueError, KeyError, AttributeError):
+        if settings.items() <= {k: v for k, v in old.items() if k in settings}.items():
+            have, per_position = {(r["protocol"], r["context"]): r for r in old["rows"] if r["context"] != block}, old["per_position"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    result["device"] = f"{where}, torch {torch.__version__}"
-    have = {(r["protocol"], r["context"]): r for r in result["rows"]}
-    print(f"\n{run.name}: {result['pos']}, step {result['step']:,}, trained at {block}; {folder}: {len(val):,} validation tokens; {result['dtype']}\n"
-          f"{'context':>9} | {'last':>9} {'ratio':>8} {'+-':>6} | {'window':>9} {'ratio':>8} {'+-':>6} | seconds | peak MB", flush=True)
-
-    order = [block] + [n for n in lengths if n != block]                     # the training context first: all ratios need it
-    protocols = {"last": lambda n, **how: last_nll(model, val, blocks, block, n, **how),
-                 "window": lambda n, **how: window_nll(model, val, np.arange(stretch // n) * n, n, **how)}
-    scored = {"last": lambda n: len(blocks) * max(n, block), "window": lambda n: stretch // n * n}
-    jobs = [(scored[p](n), n) for n in order for p in protocols if n < len(val) and (n == block or (p, n) not in have)]
-    progress, base = Progress(model, run.name, jobs), {}
-    for n in order:
-        for protocol, nll_of in protocols.items():
-            if (protocol, n) in have and n != block:
-                continue
-            row = {"context": n, "protocol": protocol, "windows": 0, "tokens": 0, "nll": None, "ppl": None, "ratio": None,
-                   "stderr": None, "ratio_stderr": None, "seconds": None, "peak_mb": None}
-            if n < len(val):
-                peak_mb(device, reset=True)
-                start = time.perf_counter()
-                nll = nll_of(n, dtype=dtype, tick=progress.tick)
-                base.setdefault(protocol, nll)
-                row |= summary(nll, base[protocol], block) | {
-                    "windows": len(blocks) if protocol == "last" else len(nll),
-                    "seconds": round(time.perf_counter() - start, 2), "peak_mb": peak_mb(device) and round(peak_mb(device))}
-                if protocol == "window" and n == longest:                    # loss by position, in bins of doubling size
-                    edges = [0] + [2 ** i for i in range(n.bit_length()) if 2 ** i < n] + [n]
-                    result["per_position"] = [{"from": a, "to": b, "nll": float(nll[:, a:b].astype(np.float64).mean())} for a, b in zip(edges, edges[1:])]
-            have[protocol, n] = finite(row)
-            result["rows"] = sorted(have.values(), key=lambda r: (r["protocol"], r["context"]))   # whole after every length
-            data.write_json(out, finite(result))
-    for n in lengths:
-        two = [have["last", n], have["window", n]]
-        cells = " | ".join(f"{show(r['ppl'], '9.3f', r)} {show(r['ratio'], '8.3f', r)} {show(r['ratio_stderr'], '6.3f', r)}" for r in two)
-        print(f"{n:>9,} | {cells} | {show(two[0]['seconds'] and two[0]['seconds'] + two[1]['seconds'], '7.1f', two[0])} | {show(two[1]['peak_mb'], '7,.0f', two[0])}"
-              + ("" if two[0]["tokens"] else f"   (longer than the {len(val):,} tokens there are)"))
+    order = [block] + [n for n in lengths if n != block]
+    todo = [(n, p) for n in order for p in nll_of if (p, n) not in have]
+    progress, base = Progress(model, run.name, [(cost[p](n), n) for n, p in todo if n < len(val)]), {}
+    print(f"\n{run.name}: {model.config.pos}, step {saved['step']:,}, trained at {block}; {folder}: {len(val):,} validation tokens; "
+          f"{settings['dtype']} on {where}", flush=True)
+    for n, protocol in todo:
+        row = {"context": n, "protocol": protocol} | EMPTY
+        if n < len(val):
+            peak_mb(device, reset=True)
+            start = time.perf_counter()
+            nll = nll_of[protocol](n)
+            seconds, peak = round(time.perf_counter() - start, 2), peak_mb(device)
+            base.setdefault(protocol, nll)
+            row |= summary(nll, base[protocol], block) | {"windows": len(nll), "seconds": seconds, "peak_mb": peak and round(peak)}
+            if protocol == "window" and n == longest:                        # loss by position, in bins of doubling size
+                edges = [0] + [2 ** i for i in range(n.bit_length()) if 2 ** i < n] + [n]
+                per_position = [{"from": a, "to": b, "nll": float(nll[:, a:b].astype(np.float64).mean())} for a, b in zip(edges, edges[1:])]
+        have[protocol, n] = row
+        rows = sorted(have.values(), key=lambda r: (r["protocol"], r["context"]))
+        result = finite({"run": run.name} | settings | {"device": f"{where}, torch {torch.__version__}",
+                                                        "rows": rows, "per_position": per_position})
+        data.write_json(out, result)
+    print(" " * 80, end="\r", file=sys.stderr, flush=True)                    # over the progress line
+    table(result, lengths, len(val))
     return result
+
+
+def table(result, lengths, available):
+    """Print one run's rows: both protocols side by side."""
+    print(f"{'context':>9} | {'last':>9} {'ratio':>8} {'+-':>6} | {'window':>9} {'ratio':>8} {'+-':>6} | seconds | peak MB")
+    rows = {(r["protocol"], r["context"]): r for r in result["rows"]}
+    for n in lengths:
+        last, window = rows["last", n], rows["window", n]
+        if last["nll"] is None:
+            print(f"{n:>9,} | longer than the {available:,} tokens there are")
+            continue
+        cells = [f"{show(r['ppl'], '9.3f')} {show(r['ratio'], '8.3f')} {show(r['ratio_stderr'], '6.3f', '-')}" for r in (last, window)]
+        print(f"{n:>9,} | {cells[0]} | {cells[1]} | {last['seconds'] + window['seconds']:7.1f} | {show(window['peak_mb'], '7,.0f', '-')}")
 
 
 def compare(results):
@@ -195,14 +205,13 @@ def compare(results):
     print("\n| run | ppl at training context | " + " | ".join(f"{n:,}" for n in lengths) + " |\n|" + "---|" * (len(lengths) + 2))
     for r in results:
         rows = {w["context"]: w for w in r["rows"] if w["protocol"] == "last"}
-        cells = [show(rows[n]["ratio"], ".2f", rows[n]) if n in rows else "" for n in lengths]
-        print(f"| {r['run']} | {show(rows[r['train_context']]['ppl'], '.2f', rows[r['train_context']])} | " + " | ".join(cells) + " |")
+        cells = [show(rows[n]["ratio"], ".2f", "inf" if rows[n]["nll"] else "-") if n in rows else "" for n in lengths]
+        print(f"| {r['run']} | {show(rows[r['train_context']]['ppl'], '.2f')} | " + " | ".join(cells) + " |")
 
 
-def show(value, spec, row):
-    """A table cell: "-" where nothing was scored, "inf" where a perplexity overflowed."""
-    missing = "-" if row["nll"] is None or spec.endswith("6.3f") else "inf"
-    return f"{missing:>{spec.split('.')[0].rstrip(',')}}" if value is None else f"{value:{spec}}"
+def show(value, spec, missing="inf"):
+    """A table cell; a perplexity that overflowed is null in the JSON and "inf" here."""
+    return f"{value:{spec}}" if value is not None else f"{missing:>{spec.split('.')[0].strip(',') or 3}}"
 
 
 def pyplot():
@@ -221,20 +230,23 @@ def plot(results, path):
     from matplotlib.ticker import FuncFormatter, NullFormatter
     fig, axes = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True)
     ratios = {}
-    for ax, protocol, title in zip(axes, ("last", "window"), ("the same target tokens at every length", "windows of that length, all positions")):
-        rotations = sorted({r["pos"].split("+")[0] for r in results})
+    titles = {"last": "the same target tokens at every length", "window": "windows of that length, all positions"}
+    rotations = sorted({r["pos"].split("+")[0] for r in results})
+    for ax, protocol in zip(axes, titles):
         for r in results:
-            rows = [(w["context"], w["ratio"]) for w in r["rows"] if w["protocol"] == protocol and w["ratio"] and w["context"] >= r["train_context"]]
-            if not rows:
-                continue
+            rows = [(w["context"], w["ratio"]) for w in r["rows"]
+                    if w["protocol"] == protocol and w["ratio"] and w["context"] >= r["train_context"]]
             rotation, _, bias = r["pos"].partition("+")
-            ratios[r["run"]] = rows[-1][1]
-            ax.plot(*zip(*rows), label=r["run"], color=plt.get_cmap("tab20" if len(rotations) > 10 else "tab10")(rotations.index(rotation)),
-                    linestyle={"": "-", "alibi": "--", "fox": ":"}[bias], marker="o", markersize=3)
+            color = plt.get_cmap("tab20" if len(rotations) > 10 else "tab10")(rotations.index(rotation))
+            if rows:
+                ax.plot(*zip(*rows), label=r["run"], color=color, marker="o", markersize=3,
+                        linestyle={"": "-", "alibi": "--", "fox": ":"}[bias])
+                ratios[r["run"]] = rows[-1][1]
         for context in {r["train_context"] for r in results}:
             ax.axvline(context, color="gray", linewidth=1, linestyle=":")
-            ax.annotate(" training context", (context, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8, color="gray", rotation=90, ha="right")
-        ax.set(xscale="log", yscale="log", xlabel="context length (tokens)", title=f"{protocol}: {title}")
+            ax.annotate("training context ", (context, 1), xycoords=("data", "axes fraction"), va="top", ha="right", fontsize=8,
+                        color="gray", rotation=90)
+        ax.set(xscale="log", yscale="log", xlabel="context length (tokens)", title=f"{protocol}: {titles[protocol]}")
         ax.xaxis.set_major_locator(plt.FixedLocator([2 ** i for i in range(4, 24)]))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
         ax.yaxis.set_major_locator(plt.LogLocator(base=10, subs=(1, 2, 5)))
@@ -255,10 +267,11 @@ def plot(results, path):
 def main(argv=None):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders with a ckpt.pt (default: every run under out/)")
-    parser.add_argument("--lengths", default="", help="context lengths, such as 256,512,...,65536 (\"...\" doubles); default: the training context "
-                                                      "doubled up to 16,384 on CPU, to 65,536 on CUDA")
+    parser.add_argument("--lengths", default="", help="context lengths, such as 256,512,...,65536 (\"...\" doubles); default: "
+                        "the training context, doubled up to 16,384 on CPU and 65,536 on CUDA")
     parser.add_argument("--targets", type=int, default=16, help="target blocks of protocol last (default 16)")
-    parser.add_argument("--tokens", type=int, default=65536, help="stretch of text of protocol window (default 65,536, at least one longest window)")
+    parser.add_argument("--tokens", type=int, default=65536, help="stretch of text of protocol window, at least one longest window "
+                        "(default 65,536)")
     parser.add_argument("--data", default="", help="data set (default: the one the run was trained on)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", help="bfloat16 or float32; auto is float32 on CPU, bfloat16 on CUDA")

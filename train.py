@@ -190,7 +190,8 @@ def main(argv=None):
             model, saved = load_model(ckpt)
             for name, old in saved["model_config"].items():
                 if name in given and given[name] != old:
-                    raise ValueError(f"{ckpt} was trained with {name} {old}, not {given[name]}: leave --{name} out or choose another --out_dir")
+                    raise ValueError(f"{ckpt} was trained with {name} {old}, not {given[name]}; leave --{name} out, "
+                                     "or choose another --out_dir")
             model_config = model.config
             given = {name: value for name, value in given.items() if name not in saved["model_config"]}
             config = replace(TrainConfig(**saved["train_config"]), **given | {"out_dir": config.out_dir})
@@ -238,8 +239,8 @@ def main(argv=None):
 
     log(step=step, model_config=asdict(model_config), train_config=asdict(config), params=total, device=where,
         dtype=str(dtype)[6:], compile=use_compile, torch=torch.__version__)
-    print(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters ({positional:,} positional), "
-          f"context {config.block_size}, {folder}\n{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, "
+    print(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters "
+          f"({positional:,} positional), context {config.block_size}, {folder}\n{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, "
           f"{tokens_per_step:,} tokens per step, {config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}")
 
     @torch.no_grad()
@@ -255,7 +256,8 @@ def main(argv=None):
         return sum(losses) / len(losses)
 
     def fail(message):
-        print(f"error: {message}; {f'{ckpt} is the last good checkpoint' if ckpt.exists() else 'there is no checkpoint yet'}", file=sys.stderr)
+        last_good = f"{ckpt} is the last good checkpoint" if ckpt.exists() else "there is no checkpoint yet"
+        print(f"error: {message}; {last_good}", file=sys.stderr)
         raise SystemExit(1)
 
     def checkpoint_now():
