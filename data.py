@@ -28,6 +28,11 @@ def die(message):
     raise SystemExit(2)
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        die(f"{message}; see --help")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Encodings
 
@@ -197,7 +202,7 @@ def batch(tokens, step, seed, rank=0, world_size=1, *, batch_size, block_size):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", help='"stdlib", or text files and folders')
     parser.add_argument("--encoding", default="bytes", help="bytes, gpt2, or another of tiktoken's with at most 65,536 tokens")
     parser.add_argument("--name", help="write to data/NAME (default: the name of the first path)")

@@ -20,7 +20,7 @@ import torch
 import data
 from data import die
 from model import load_model
-from train import Parser, pick_device, pick_dtype
+from train import pick_device, pick_dtype
 
 TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
 
@@ -265,7 +265,7 @@ def plot(results, path):
 
 
 def main(argv=None):
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders with a ckpt.pt (default: every run under out/)")
     parser.add_argument("--lengths", default="", help="context lengths, such as 256,512,...,65536 (\"...\" doubles); default: "
                         "the training context, doubled up to 16,384 on CPU and 65,536 on CUDA")

@@ -630,6 +630,7 @@ def test_prepare_text_folders_and_jsonl(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     refused(cli(HERE / "data.py", "empty.txt", cwd=tmp_path), "empty.txt")
     refused(cli(HERE / "data.py", "in", "--encoding", "klingon", cwd=tmp_path), "klingon")
+    refused(cli(HERE / "data.py", cwd=tmp_path), "paths", "--help")
 
 
 def test_one_document_is_split_and_tiktoken_is_not_needed_for_bytes(tmp_path):

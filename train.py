@@ -70,15 +70,10 @@ class TrainConfig:
             raise ValueError("eval_interval and seed must not be negative")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        die(f"{message}; see --help")
-
-
 def parse_args(argv=None):
     """Flags -> (GPTConfig, TrainConfig, dict of the flags given by hand, resume)."""
     schemes = "\n".join(f"  {name:<16} {s.kind}: {s.about}" for name, s in SCHEMES.items())
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                     epilog=f"schemes for --pos (ROTATION, BIAS or ROTATION+BIAS):\n{schemes}")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir from its checkpoint")
     for cls in (GPTConfig, TrainConfig):
