@@ -235,8 +235,9 @@ def main(argv=None):
     log(step=step, model_config=asdict(model_config), train_config=asdict(config), params=total, device=where,
         dtype=str(dtype)[6:], compile=use_compile, torch=torch.__version__)
     print(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters "
-          f"({positional:,} positional), context {config.block_size}, {folder}\n{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, "
-          f"{tokens_per_step:,} tokens per step, {config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}")
+          f"({positional:,} positional), context {config.block_size}, {folder}\n"
+          f"{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, {tokens_per_step:,} tokens per step, "
+          f"{config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}", flush=True)
 
     @torch.no_grad()
     def validate():
