@@ -208,34 +208,34 @@ def pad_steps(T, *tensors, chunk=CHUNK):
 def householder(w, start=None):
     """Accumulated exact reflections H_t = I - 2 w_t w_t^T / |w_t|^2 -> the frame that `householder_encode` and `_decode` take.
 
-    w (B, H, T, d), any scale; a zero w is the identity step. Computed in float64: after 65,536 steps the product is then
-    orthogonal to 1e-13, against 1e-4 in float32. beta = 2 / |w|^2 belongs to the graph: with beta = 2 and w normalised outside
+    w (B, H, T, d), any scale; a zero w is the identity step. Products are in float64: after 65,536 steps C is then orthogonal to
+    1e-13, against 1e-4 in float32; what a chunk adds is applied in float32 (float64 for float64 w). beta = 2 / |w|^2 belongs to the graph: with beta = 2 and w normalised outside
     it, gradients are wrong, since C^T = C^-1 holds on the sphere only. start (B, H, d, d): C_0, if not the identity.
     """
-    w = w.double()
+    wide, w = torch.promote_types(w.dtype, torch.float32), w.double()
     T, norm = w.size(2), w.square().sum(-1)
     W, X = ut_transform(*pad_steps(T, w, torch.where(norm > 0, 2 / torch.where(norm > 0, norm, 1), 0)))
     XW = X @ W                                                              # (B, H, N, c, d)
     frame = [torch.eye(w.size(-1), dtype=w.dtype, device=w.device).expand(*w.shape[:2], -1, -1) if start is None else start]
     for n in range(W.size(2)):                                              # C at the start of every chunk, and at the end
         frame.append(frame[-1] - W[:, :, n].mT @ (XW[:, :, n] @ frame[-1]))
-    return W, XW, torch.stack(frame, dim=2)                                 # C (B, H, N + 1, d, d)
+    return W.to(wide), XW.to(wide), torch.stack(frame, dim=2)               # C (B, H, N + 1, d, d)
 
 
 def householder_encode(x, frame):
     """x_t -> C_t^T x_t = C_t^-1 x_t: queries, keys and, where carried, values. x (B, H, T, d) -> the same, in x's dtype."""
     W, XW, C = frame
-    y, = pad_steps(x.size(2), x.double())
+    y, = pad_steps(x.size(2), x.to(W.dtype))
     y = y.unflatten(2, W.shape[2:4])
-    y = (y - (y @ W.mT).tril() @ XW) @ C[:, :, :-1]                         # row form: to the chunk's start, then to 0
+    y = (y - (y @ W.mT).tril() @ XW) @ C[:, :, :-1].to(W.dtype)             # row form: to the chunk's start, then to 0
     return y.flatten(2, 3)[:, :, :x.size(2)].to(x.dtype)
 
 
 def householder_decode(o, frame):
     """o_t -> C_t o_t, which takes the output of attention over encoded values back. o (B, H, T, d) -> the same, in o's dtype."""
     W, XW, C = frame
-    y, = pad_steps(o.size(2), o.double())
-    y = y.unflatten(2, W.shape[2:4]) @ C[:, :, :-1].mT
+    y, = pad_steps(o.size(2), o.to(W.dtype))
+    y = y.unflatten(2, W.shape[2:4]) @ C[:, :, :-1].mT.to(W.dtype)
     y = y - (y @ XW.mT).tril() @ W
     return y.flatten(2, 3)[:, :, :o.size(2)].to(o.dtype)
 
