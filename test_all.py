@@ -744,7 +744,8 @@ def test_accumulation_averages(corpus, tmp_path, monkeypatch):
     for name, batch, micro in (("one", 8, 1), ("four", 2, 4)):
         run_train(corpus, tmp_path / name, "--max_iters", 1, "--batch_size", batch, "--gradient_accumulation_steps", micro)
     assert (grads[0] - grads[1]).abs().max() < 1e-6 * grads[0].abs().max() + 1e-8
-    assert abs(losses(tmp_path / "one")[1] - losses(tmp_path / "four")[1]) < 1e-6
+    for key in ("loss", "grad_norm"):
+        assert abs(losses(tmp_path / "one", key)[1] - losses(tmp_path / "four", key)[1]) < 1e-6
 
 
 def test_a_kill_during_a_save_leaves_the_last_checkpoint(corpus, tmp_path):
@@ -813,6 +814,31 @@ def test_a_non_finite_gradient_or_validation_never_reaches_the_checkpoint(corpus
     monkeypatch.setattr(GPT, "nll", lambda self, *a: nll(self, *a) * (1 if self.training else math.nan))
     assert run_train(corpus, tmp_path / "run", "--resume") == 1
     assert "validation loss at step 4 is nan" in capsys.readouterr().err and weights(tmp_path / "run")[0]["step"] == 2
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_two_ranks_train_like_one(corpus, tmp_path):
+    """torchrun with two gloo processes: the same losses and weights as one process, one writer, and resuming on another world size."""
+    def ranks(n, out, *flags, code=0):
+        args = [*SMALL, "--data", corpus, "--out_dir", tmp_path / out, "--gradient_accumulation_steps", 2, "--batch_size", 4, *flags]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
+        result = cli(*launcher, HERE / "train.py", *args, OMP_NUM_THREADS="1")
+        assert result.returncode == code, result.stderr[-2000:]
+        return result
+    ranks(1, "one", "--max_iters", 6, "--eval_interval", 3)
+    printed = ranks(2, "two", "--max_iters", 6, "--eval_interval", 3).stdout
+    assert printed.count("step 6/6") == 1
+    for key in ("loss", "grad_norm"):                                      # Adam would hide a wrong scale of the gradient
+        one, two = losses(tmp_path / "one", key), losses(tmp_path / "two", key)
+        assert one.keys() == two.keys() and all(abs(one[s] - two[s]) < 1e-5 for s in one)
+    assert abs(losses(tmp_path / "one", "val_loss")[6] - losses(tmp_path / "two", "val_loss")[6]) < 1e-5
+    ranks(1, "two", "--max_iters", 8, "--resume")
+    ranks(1, "one", "--max_iters", 8, "--resume")
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert list(two) == list(range(1, 9)) and abs(one[8] - two[8]) < 1e-5
+    (a, _), (b, _) = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert a["model"].keys() == b["model"].keys()
+    assert "3 ranks" in ranks(3, "three", "--max_iters", 1, code=1).stderr
 
 
 def test_optimizer_groups_cover_every_parameter_once():

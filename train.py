@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import data
 from data import die
@@ -175,6 +178,20 @@ def to_device(arrays, device):
     return [t.pin_memory().to(device, non_blocking=True) if "cuda" in device else t.to(device) for t in tensors]
 
 
+def join_ranks(config):
+    """Under torchrun: join the process group and take this rank's GPU. -> rank, world size (0, 1 without torchrun)."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    if pick_device(config.device) == "cuda":
+        config.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(config.device)
+    dist.init_process_group("nccl" if "cuda" in config.device else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if config.batch_size * config.gradient_accumulation_steps % world:
+        raise ValueError(f"{config.batch_size} x {config.gradient_accumulation_steps} sequences per step cannot be shared by {world} ranks")
+    return rank, world
+
+
 def main(argv=None):
     # -- configuration, data, model: bad input ends here, before anything is written
     try:
@@ -192,8 +209,13 @@ def main(argv=None):
             config = replace(TrainConfig(**saved["train_config"]), **given | {"out_dir": config.out_dir})
         elif ckpt.exists():
             raise ValueError(f"{ckpt} exists: --resume continues it; choose another --out_dir, or delete it to start again")
+        rank, world = join_ranks(config)
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
+        if rank == 0:
+            data.find(config.data)                                           # one rank prepares the default corpus
+        if world > 1:
+            dist.barrier()
         folder = data.find(config.data)
         train_tokens, val_tokens = (data.load(folder, split, config.block_size + 1) for split in ("train", "val"))
         vocab_size = data.vocabulary(folder)
@@ -205,7 +227,7 @@ def main(argv=None):
             torch.manual_seed(config.seed)
             model = GPT(model_config)
         out.mkdir(parents=True, exist_ok=True)
-        log_file = open(out / "log.jsonl", "a+" if resume else "w")
+        log_file = open(out / "log.jsonl" if rank == 0 else os.devnull, "a+" if resume else "w")
     except (ValueError, OSError) as e:
         die(e)
 
@@ -222,6 +244,9 @@ def main(argv=None):
         log_file.writelines(kept)
     use_compile = ("cuda" in device if config.compile is None else config.compile) and can_compile(device)
     run = torch.compile(model) if use_compile else model
+    if world > 1:
+        run = DistributedDataParallel(run, device_ids=[device] if "cuda" in device else None)
+    say = print if rank == 0 else lambda *a, **kw: None                      # one rank prints and writes
     autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     tokens_per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
     where = torch.cuda.get_device_name(device) if "cuda" in device else f"CPU, {torch.get_num_threads()} threads"
@@ -234,29 +259,40 @@ def main(argv=None):
 
     log(step=step, model_config=asdict(model_config), train_config=asdict(config), params=total, device=where,
         dtype=str(dtype)[6:], compile=use_compile, torch=torch.__version__)
-    print(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters "
-          f"({positional:,} positional), context {config.block_size}, {folder}\n"
-          f"{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, {tokens_per_step:,} tokens per step, "
-          f"{config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}", flush=True)
+    say(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters "
+        f"({positional:,} positional), context {config.block_size}, {folder}\n"
+        f"{f'{world} x ' if world > 1 else ''}{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, "
+        f"{tokens_per_step:,} tokens per step, {config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}", flush=True)
+
+    def over_ranks(*values, op=dist.ReduceOp.SUM):
+        """Sum (or maximum) of each number over all ranks."""
+        if world == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(total, op)
+        return total.tolist()
 
     @torch.no_grad()
     def validate():
-        """Mean loss (nats per token) over eval_iters fixed batches."""
+        """Mean loss (nats per token) over eval_iters fixed batches, shared out over ranks."""
         model.eval()
-        losses = []
-        for i in range(config.eval_iters):
+        total = 0.0
+        for i in range(rank, config.eval_iters, world):
             x, y = to_device(data.batch(val_tokens, i, EVAL_SEED, batch_size=config.batch_size, block_size=config.block_size), device)
             with autocast():
-                losses.append(run(x, y)[1].item())
+                total += model(x, y)[1].item()
         model.train()
-        return sum(losses) / len(losses)
+        return over_ranks(total)[0] / config.eval_iters
 
     def fail(message):
         last_good = f"{ckpt} is the last good checkpoint" if ckpt.exists() else "there is no checkpoint yet"
-        print(f"error: {message}; {last_good}", file=sys.stderr)
+        if rank == 0:
+            print(f"error: {message}; {last_good}", file=sys.stderr)
         raise SystemExit(1)
 
     def checkpoint_now():
+        if rank:
+            return
         try:
             save(ckpt, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best_val_loss=best,
                  model_config=asdict(model_config), train_config=asdict(config))
@@ -271,7 +307,7 @@ def main(argv=None):
         signal.signal(number, on_signal)
 
     if step >= config.max_iters:
-        print(f"nothing to do: {ckpt} is at step {step:,}; --max_iters asks for more")
+        say(f"nothing to do: {ckpt} is at step {step:,}; --max_iters asks for more")
 
     # -- the loop: step is the number of updates done
     model.train()
@@ -280,24 +316,28 @@ def main(argv=None):
         lr = learning_rate(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        x, y = data.batch(train_tokens, step, config.seed, block_size=config.block_size,
+        x, y = data.batch(train_tokens, step, config.seed, rank, world, block_size=config.block_size,
                           batch_size=config.batch_size * config.gradient_accumulation_steps)
         if max(x.max(), y.max()) >= model_config.vocab_size:
             die(f"{folder}/train.bin holds a token id {max(x.max(), y.max()):,}, beyond the vocabulary of {model_config.vocab_size:,}")
         x, y = to_device((x, y), device)
-        loss_sum = 0.0
+        loss_sum, done = 0.0, 0
         for micro_x, micro_y in zip(x.split(config.batch_size), y.split(config.batch_size)):
-            with autocast():
-                loss = run(micro_x, micro_y)[1] / config.gradient_accumulation_steps
-            loss.backward()
+            done += len(micro_x)
+            with run.no_sync() if world > 1 and done < len(x) else nullcontext():   # gradients meet in the last backward
+                with autocast():
+                    loss = run(micro_x, micro_y)[1] * (len(micro_x) / len(x))
+                loss.backward()
             loss_sum += loss.detach()
-        losses.append(loss_sum.item())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        losses.append(over_ranks(loss_sum.item())[0] / world)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf))
         if not math.isfinite(losses[-1] + norm):                             # before it can reach the weights
             fail(f"the loss at step {step + 1:,} is {losses[-1]}, its gradient norm {norm}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
+        if over_ranks(len(stop), op=dist.ReduceOp.MAX)[0] and not stop:      # another rank was told to stop
+            stop.append(signal.SIGTERM)
 
         last = step == config.max_iters
         if step % config.log_interval == 0 or last:
@@ -305,9 +345,9 @@ def main(argv=None):
             rate = tokens_per_step / seconds
             mfu = f" | MFU {100 * rate * flops_per_token(model, config.block_size) / peak:.1f}%" if peak else ""
             eta = int(seconds * (config.max_iters - step))
-            print(f"step {step:,}/{config.max_iters:,} ({100 * step / config.max_iters:.0f}%) | loss {np.mean(losses):.4f} | lr {lr:.1e} | "
-                  f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s{mfu} | ETA {eta // 60}:{eta % 60:02d}", flush=True)
-            log(step=step, loss=float(np.mean(losses)), lr=lr, ms=1000 * seconds, tokens_per_second=rate)
+            say(f"step {step:,}/{config.max_iters:,} ({100 * step / config.max_iters:.0f}%) | loss {np.mean(losses):.4f} | lr {lr:.1e} | "
+                f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s{mfu} | ETA {eta // 60}:{eta % 60:02d}", flush=True)
+            log(step=step, loss=float(np.mean(losses)), lr=lr, grad_norm=norm, ms=1000 * seconds, tokens_per_second=rate)
             losses, started, timed = [], time.perf_counter(), step
         if last or config.eval_interval and step % config.eval_interval == 0:
             paused = time.perf_counter()
@@ -316,13 +356,15 @@ def main(argv=None):
                 fail(f"the validation loss at step {step:,} is {val_loss}")
             best = val_loss if best is None else min(best, val_loss)
             checkpoint_now()
-            print(f"step {step:,}: validation loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, saved {ckpt}", flush=True)
+            say(f"step {step:,}: validation loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, saved {ckpt}", flush=True)
             log(step=step, val_loss=val_loss, best_val_loss=best)
             started += time.perf_counter() - paused                          # validation is not part of the step time
     if stop:
         checkpoint_now()
-        print(f"signal {stop[0]}: saved step {step:,}; continue with --resume --out_dir {out}", flush=True)
+        say(f"signal {stop[0]}: saved step {step:,}; continue with --resume --out_dir {out}", flush=True)
         raise SystemExit(128 + stop[0])
+    if world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
