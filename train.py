@@ -362,9 +362,11 @@ def main(argv=None):
     if stop:
         checkpoint_now()
         say(f"signal {stop[0]}: saved step {step:,}; continue with --resume --out_dir {out}", flush=True)
-        raise SystemExit(128 + stop[0])
     if world > 1:
+        dist.barrier()                                                       # no rank leaves before the writer is done
         dist.destroy_process_group()
+    if stop:
+        raise SystemExit(128 + stop[0])
 
 
 if __name__ == "__main__":
