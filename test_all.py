@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -817,28 +818,34 @@ def test_a_non_finite_gradient_or_validation_never_reaches_the_checkpoint(corpus
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_two_ranks_train_like_one(corpus, tmp_path):
-    """torchrun with two gloo processes: the same losses and weights as one process, one writer, and resuming on another world size."""
-    def ranks(n, out, *flags, code=0):
-        args = [*SMALL, "--data", corpus, "--out_dir", tmp_path / out, "--gradient_accumulation_steps", 2, "--batch_size", 4, *flags]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
-        result = cli(*launcher, HERE / "train.py", *args, OMP_NUM_THREADS="1")
-        assert result.returncode == code, result.stderr[-2000:]
-        return result
-    ranks(1, "one", "--max_iters", 6, "--eval_interval", 3)
-    printed = ranks(2, "two", "--max_iters", 6, "--eval_interval", 3).stdout
-    assert printed.count("step 6/6") == 1
-    for key in ("loss", "grad_norm"):                                      # Adam would hide a wrong scale of the gradient
+def test_two_ranks_train_like_one(corpus, tmp_path, monkeypatch):
+    """Two gloo processes, as torchrun starts them: one process's losses and gradients, one writer, resume on another world size."""
+    flags = ["--gradient_accumulation_steps", 2, "--batch_size", 4, "--eval_interval", 3]
+    assert run_train(corpus, tmp_path / "one", *flags, "--max_iters", 6) == 0
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = [subprocess.Popen([sys.executable, HERE / "train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path / "two", *map(str, flags), "--max_iters", "6"],
+                              env={**os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                                   "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
+    printed = [p.communicate(timeout=120) for p in ranks]
+    assert [p.returncode for p in ranks] == [0, 0], printed
+    assert "step 6/6" in printed[0][0] and printed[1][0] == ""
+    for key in ("loss", "grad_norm", "val_loss"):                          # Adam would hide a wrong scale of the gradient
         one, two = losses(tmp_path / "one", key), losses(tmp_path / "two", key)
-        assert one.keys() == two.keys() and all(abs(one[s] - two[s]) < 1e-5 for s in one)
-    assert abs(losses(tmp_path / "one", "val_loss")[6] - losses(tmp_path / "two", "val_loss")[6]) < 1e-5
-    ranks(1, "two", "--max_iters", 8, "--resume")
-    ranks(1, "one", "--max_iters", 8, "--resume")
+        assert one.keys() == two.keys() and all(abs(one[s] - two[s]) < 1e-5 for s in one), key
+    for out in ("one", "two"):
+        assert run_train(corpus, tmp_path / out, *flags, "--max_iters", 8, "--resume") == 0
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert list(two) == list(range(1, 9)) and abs(one[8] - two[8]) < 1e-5
     (a, _), (b, _) = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert a["model"].keys() == b["model"].keys()
-    assert "3 ranks" in ranks(3, "three", "--max_iters", 1, code=1).stderr
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    with pytest.raises(ValueError, match="3 ranks"):
+        train.join_ranks(train.TrainConfig(batch_size=4, device="cpu"))
 
 
 def test_optimizer_groups_cover_every_parameter_once():

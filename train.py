@@ -90,8 +90,9 @@ def parse_args(argv=None):
     if preset == "auto":
         ready = torch.cuda.is_available() and Path("data/openwebtext/train.bin").exists()
         preset = "paper" if ready else "tiny"
-        print(f"preset {preset}: " + ("OpenWebText is prepared and there is a GPU" if ready else
-                                      "no GPU with data/openwebtext prepared; others: --preset small, --preset paper"))
+        if os.environ.get("RANK", "0") == "0":
+            print(f"preset {preset}: " + ("OpenWebText is prepared and there is a GPU" if ready else
+                                          "no GPU with data/openwebtext prepared; others: --preset small, --preset paper"))
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset}: {', '.join(PRESETS)}")
     values = PRESETS[preset] | given | {"preset": preset}
