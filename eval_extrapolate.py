@@ -1,10 +1,11 @@
 """Perplexity against context length, far beyond the training context:  python eval_extrapolate.py [RUN ...] [--plot]
 
 Two protocols, both token-weighted, with per-token losses in float32 summed in float64:
-  last    the same target tokens at every length L: blocks of training-context size, spread over the validation text, each
-          scored with the L tokens that end with it. A model that ignores context gets the same value at every L.
-  window  non-overlapping windows of length L over the same leading stretch of text, mean over all positions (the paper's).
-The ratio is the perplexity over that at the training context; its standard error is paired, over blocks of training-context size.
+  window  non-overlapping windows of length L, mean over all positions (the paper's);
+  last    the same few target tokens at every length, each with the L tokens that end with its block (more context, nothing else).
+Both come from the same forward passes: stretches of the longest context, spread evenly over the validation text, are read in
+windows of every length L; `window` takes all positions, `last` the last training-context tokens of each stretch. So the tokens are the
+same at every length, and a model that ignores context gets the same value. The ratio is the perplexity over that at the training context; its standard error is paired, over blocks of training-context size.
 Results go to RUN/extrapolate.json after every length; what is already there is not computed again.
 """
 import argparse
@@ -57,14 +58,12 @@ def window_nll(model, tokens, starts, length, dtype=torch.float32, tick=lambda n
     return np.concatenate(rows)
 
 
-def last_nll(model, tokens, blocks, block, length, **how):
-    """Losses of the target tokens blocks[n] + 1 ... blocks[n] + block, given `length` tokens that end with the block (less for
-    its first tokens if length <= block: the block is then tiled by windows of that length). -> (len(blocks), block)."""
-    if length >= block:
-        return window_nll(model, tokens, blocks + block - length, length, **how)[:, -block:]
-    n, rest = divmod(block, length)
-    tiles = window_nll(model, tokens, (blocks[:, None] + length * np.arange(n)).ravel(), length, **how).reshape(len(blocks), -1)
-    return np.hstack([tiles, window_nll(model, tokens, blocks + n * length, rest, **how)]) if rest else tiles
+def stretch_nll(model, tokens, starts, longest, length, **how):
+    """Losses of stretches of `longest` tokens read in windows of `length` that end with the stretch (the first is shorter if length
+    does not divide longest): -> (len(starts), longest). The same tokens at every length; only their context differs."""
+    n, rest = divmod(longest, length)
+    tiles = window_nll(model, tokens, (starts[:, None] + rest + length * np.arange(n)).ravel(), length, **how).reshape(len(starts), -1)
+    return np.hstack([window_nll(model, tokens, starts, rest, **how), tiles]) if rest else tiles
 
 
 def summary(nll, base, block):
@@ -73,7 +72,6 @@ def summary(nll, base, block):
     Sums are in float64. stderr is that of nll, ratio_stderr that of log(ratio), both over blocks of `block` tokens.
     """
     nll, base = (a.ravel().astype(np.float64) for a in (nll, base))
-    base = base[:len(nll)]
     spread = lambda a: float(a.std(ddof=1) / math.sqrt(len(a))) if len(a) > 1 else None
     blocks = lambda a: a[:len(a) // block * block].reshape(-1, block).mean(1)
     exp = lambda a: math.exp(a) if a < 700 else math.inf
@@ -94,11 +92,11 @@ def finite(value):
 def peak_mb(device, reset=False):
     """Peak memory since the last reset, in MB: allocated on CUDA, resident on CPU (Linux; None elsewhere)."""
     if device.type == "cuda":
-        return torch.cuda.reset_peak_memory_stats(device) if reset else torch.cuda.max_memory_allocated(device) / 1e6
+        return torch.cuda.reset_peak_memory_stats(device) if reset else round(torch.cuda.max_memory_allocated(device) / 1e6)
     try:
         if reset:
             return Path("/proc/self/clear_refs").write_text("5")
-        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+        return round(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6)
     except (OSError, IndexError):
         return None
 
@@ -139,18 +137,14 @@ def evaluate(run, args):
     if int(val.max()) >= model.config.vocab_size:
         raise ValueError(f"{folder}/val.bin holds a token id {int(val.max()):,}, beyond the model's {model.config.vocab_size:,}")
 
-    # which tokens are scored: target blocks beyond the longest context, and the leading stretch in whole longest windows
+    # what is scored: stretches of the longest context, spread evenly over the text
     longest = max(n for n in lengths if n < len(val))
-    room = len(val) - 1 - longest
-    blocks = longest - block + np.unique(np.linspace(0, room, min(args.targets, 1 + room // block)).astype(np.int64))
-    stretch = min(max(args.tokens // longest, 1), (len(val) - 1) // longest) * longest
-    nll_of = {"last": lambda n: last_nll(model, val, blocks, block, n, dtype=dtype, tick=progress.tick),
-              "window": lambda n: window_nll(model, val, np.arange(stretch // n) * n, n, dtype=dtype, tick=progress.tick)}
-    cost = {"last": lambda n: len(blocks) * max(n, block), "window": lambda n: stretch // n * n}
+    count = min(args.windows, (len(val) - 1) // longest)
+    starts = np.linspace(0, len(val) - 1 - longest, count).astype(np.int64)
 
     # what an earlier call with the same settings has left is kept, but for the training context, the base of all ratios
     settings = {"pos": model.config.pos, "step": saved["step"], "train_context": block, "data": folder.name, "seed": config["seed"],
-                "params": model.num_params()[0], "dtype": str(dtype)[6:], "targets": len(blocks), "stretch": stretch, "longest": longest}
+                "params": model.num_params()[0], "dtype": str(dtype)[6:], "stretches": count, "longest": longest}
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     have, per_position = {}, []
     try:
@@ -159,27 +153,27 @@ def evaluate(run, args):
             have, per_position = {(r["protocol"], r["context"]): r for r in old["rows"] if r["context"] != block}, old["per_position"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    order = [block] + [n for n in lengths if n != block]
-    todo = [(n, p) for n in order for p in nll_of if (p, n) not in have]
-    progress, base = Progress(model, run.name, [(cost[p](n), n) for n, p in todo if n < len(val)]), {}
-    print(f"\n{run.name}: {model.config.pos}, step {saved['step']:,}, trained at {block}; {folder}: {len(val):,} validation tokens; "
-          f"{settings['dtype']} on {where}", flush=True)
-    for n, protocol in todo:
-        row = {"context": n, "protocol": protocol} | EMPTY
+    todo = [block] + [n for n in lengths if n != block and ("last", n) not in have]
+    progress, base = Progress(model, run.name, [(count * longest, n) for n in todo if n < len(val)]), None
+    print(f"\n{run.name}: {model.config.pos}, step {saved['step']:,}, trained at {block}; {folder}: {count} x {longest:,} of "
+          f"{len(val):,} validation tokens; {settings['dtype']} on {where}", flush=True)
+    for n in todo:
+        rows = {"last": EMPTY, "window": EMPTY}
         if n < len(val):
             peak_mb(device, reset=True)
             start = time.perf_counter()
-            nll = nll_of[protocol](n)
-            seconds, peak = round(time.perf_counter() - start, 2), peak_mb(device)
-            base.setdefault(protocol, nll)
-            row |= summary(nll, base[protocol], block) | {"windows": len(nll), "seconds": seconds, "peak_mb": peak and round(peak)}
-            if protocol == "window" and n == longest:                        # loss by position, in bins of doubling size
+            nll = stretch_nll(model, val, starts, longest, n, dtype=dtype, tick=progress.tick)
+            cost = {"seconds": round(time.perf_counter() - start, 2), "peak_mb": peak_mb(device)}
+            base = nll if base is None else base
+            rows = {"last": summary(nll[:, -block:], base[:, -block:], block) | {"windows": count} | cost,
+                    "window": summary(nll, base, block) | {"windows": count * math.ceil(longest / n)} | cost}
+            if n == longest:                                                 # loss by position, in bins of doubling size
                 edges = [0] + [2 ** i for i in range(n.bit_length()) if 2 ** i < n] + [n]
                 per_position = [{"from": a, "to": b, "nll": float(nll[:, a:b].astype(np.float64).mean())} for a, b in zip(edges, edges[1:])]
-        have[protocol, n] = row
-        rows = sorted(have.values(), key=lambda r: (r["protocol"], r["context"]))
+        have |= {(protocol, n): {"context": n, "protocol": protocol} | EMPTY | row for protocol, row in rows.items()}
+        ordered = sorted(have.values(), key=lambda r: (r["protocol"], r["context"]))
         result = finite({"run": run.name} | settings | {"device": f"{where}, torch {torch.__version__}",
-                                                        "rows": rows, "per_position": per_position})
+                                                        "rows": ordered, "per_position": per_position})
         data.write_json(out, result)
     print(" " * 80, end="\r", file=sys.stderr, flush=True)                    # over the progress line
     table(result, lengths, len(val))
@@ -196,7 +190,7 @@ def table(result, lengths, available):
             print(f"{n:>9,} | longer than the {available:,} tokens there are")
             continue
         cells = [f"{show(r['ppl'], '9.3f')} {show(r['ratio'], '8.3f')} {show(r['ratio_stderr'], '6.3f', '-')}" for r in (last, window)]
-        print(f"{n:>9,} | {cells[0]} | {cells[1]} | {last['seconds'] + window['seconds']:7.1f} | {show(window['peak_mb'], '7,.0f', '-')}")
+        print(f"{n:>9,} | {cells[0]} | {cells[1]} | {last['seconds']:7.1f} | {show(last['peak_mb'], '7,.0f', '-')}")
 
 
 def compare(results):
@@ -269,9 +263,7 @@ def main(argv=None):
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders with a ckpt.pt (default: every run under out/)")
     parser.add_argument("--lengths", default="", help="context lengths, such as 256,512,...,65536 (\"...\" doubles); default: "
                         "the training context, doubled up to 16,384 on CPU and 65,536 on CUDA")
-    parser.add_argument("--targets", type=int, default=16, help="target blocks of protocol last (default 16)")
-    parser.add_argument("--tokens", type=int, default=65536, help="stretch of text of protocol window, at least one longest window "
-                        "(default 65,536)")
+    parser.add_argument("--windows", type=int, default=8, help="stretches of the longest context to score (default 8)")
     parser.add_argument("--data", default="", help="data set (default: the one the run was trained on)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", help="bfloat16 or float32; auto is float32 on CPU, bfloat16 on CUDA")
@@ -281,8 +273,8 @@ def main(argv=None):
         runs = [Path(r) for r in args.runs] or sorted(p.parent for p in Path("out").glob("*/ckpt.pt"))
         if not runs:
             raise ValueError("no run under out/: train one with python train.py, or name its folder")
-        if args.targets < 1 or args.tokens < 1:
-            raise ValueError("--targets and --tokens must be at least 1")
+        if args.windows < 1:
+            raise ValueError("--windows must be at least 1")
         for run in runs:
             if not (run / "ckpt.pt").is_file():
                 raise ValueError(f"no run at {run}: {run / 'ckpt.pt'} does not exist")

@@ -954,13 +954,14 @@ def by(result, protocol):
 
 def test_a_model_without_context_scores_the_same_at_every_length(corpus, tmp_path, monkeypatch):
     stub = Stub(torch.rand(64, generator=torch.Generator().manual_seed(0)) * 3 + 0.5)
-    result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, ["--lengths", "8,20,32,64,...,4096", "--tokens", 4096])
+    result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, ["--lengths", "8,20,32,64,...,4096", "--windows", 16])
     last, window = by(result, "last"), by(result, "window")
-    assert {r["nll"] for r in last.values()} == {last[32]["nll"]} and {r["ratio"] for r in last.values()} == {1.0}
-    assert last[32]["tokens"] == 16 * 32 and last[4096]["ratio_stderr"] == 0 and last[4096]["stderr"] > 0
-    assert {window[n]["nll"] for n in window if n != 20} == {window[32]["nll"]} and abs(window[20]["ratio"] - 1) < 1e-9
+    for rows, tokens in ((last, 2 * 32), (window, 2 * 4096)):               # two stretches of 4,096 fit into 9,000 tokens
+        assert {r["nll"] for r in rows.values()} == {rows[32]["nll"]} and {r["ratio"] for r in rows.values()} == {1.0}
+        assert {r["tokens"] for r in rows.values()} == {tokens} and rows[4096]["ratio_stderr"] == 0 and rows[4096]["stderr"] > 0
     val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
-    assert abs(window[4096]["nll"] - stub.table[val[1:4097]].double().mean().item()) < 1e-6
+    loss = stub.table[torch.stack((val[1:4097], val[-4096:]))].double()    # the first and the last stretch there is
+    assert abs(window[4096]["nll"] - loss.mean().item()) < 1e-6 and abs(last[4096]["nll"] - loss[:, -32:].mean().item()) < 1e-6
     assert sum(p["nll"] * (p["to"] - p["from"]) for p in result["per_position"]) / 4096 == pytest.approx(window[4096]["nll"], abs=1e-9)
     assert [p["from"] for p in result["per_position"]][:4] == [0, 1, 2, 4] and result["per_position"][-1]["to"] == 4096
 
@@ -972,11 +973,13 @@ def test_targets_are_the_same_tokens_with_more_context():
         def nll(self, x, y):
             calls.append(x)
             return y.double()                                              # the "loss" is the token itself
-    model, blocks = Positions(torch.zeros(64)), np.array([500, 700])
-    expected = np.stack([np.arange(b + 1, b + 33) for b in blocks]) % 64
-    for length in (1, 5, 32, 33, 100, 400):
-        assert (eval_extrapolate.last_nll(model, tokens, blocks, 32, length) == expected).all(), length
-    assert calls[-1][0, 0] == (500 + 32 - 400) % 64                        # the window of 400 ends with the block
+    model, starts = Positions(torch.zeros(64)), np.array([10, 500])
+    expected = np.stack([np.arange(s + 1, s + 401) for s in starts]) % 64
+    for length in (1, 5, 32, 33, 100, 399, 400):
+        calls.clear()
+        assert (eval_extrapolate.stretch_nll(model, tokens, starts, 400, length) == expected).all(), length
+        ends = {int(row[-1]) for x in calls for row in x if len(row) == length}
+        assert {(s + 399) % 64 for s in starts} <= ends                    # a window of this length ends with each stretch
 
 
 def test_averages_are_over_tokens_not_windows():
@@ -1030,14 +1033,14 @@ def test_train_then_evaluate_then_plot(corpus, tmp_path, monkeypatch, capsys):
         assert run_train(corpus, tmp_path / "out" / pos, "--max_iters", 3, "--pos", pos) == 0
     monkeypatch.chdir(tmp_path)
     plots = ["--plot"] if importlib.util.find_spec("matplotlib") else []
-    eval_extrapolate.main(["--lengths", "32,65,127,2048", "--tokens", "4096", *plots])
+    eval_extrapolate.main(["--lengths", "32,65,127,2048", "--windows", "2", *plots])
     assert "2,048" in capsys.readouterr().out and (not plots or Path("out/extrapolation.png").stat().st_size > 10000)
     result = json.loads(Path("out/rope/extrapolate.json").read_text())
     assert result["pos"] == "rope" and result["train_context"] == 32 and len(result["rows"]) == 8 and by(result, "last")[2048]["ratio"] > 0
     model, _ = load_model(Path("out/rope/ckpt.pt"))
-    tokens = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16)[:4097].astype(np.int64))
+    val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
     with torch.no_grad():
-        nll = model.nll(tokens[:4096].view(-1, 32), tokens[1:].view(-1, 32)).double().mean().item()
+        nll = np.mean([model.nll(t[:-1].view(-1, 32), t[1:].view(-1, 32)).double().mean().item() for t in (val[:2049], val[-2049:])])
     assert abs(by(result, "window")[32]["nll"] - nll) < 1e-5
 
 
@@ -1051,7 +1054,7 @@ def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
     refuse(tmp_path / "nowhere", words=["nowhere"])
     for lengths in ("0", "-4", "x"):
         refuse(tmp_path / "run", f"--lengths={lengths}", words=["--lengths"])
-    refuse(tmp_path / "run", "--targets", 0, words=["targets"])
+    refuse(tmp_path / "run", "--windows", 0, words=["windows"])
     refuse(tmp_path / "run", "--data", tmp_path / "none", words=["none"])
     if not torch.cuda.is_available():
         refuse(tmp_path / "run", "--device", "cuda", words=["CUDA"])
