@@ -1,7 +1,7 @@
 """Cost and precision of every scheme, behind the README's figures:  python results/speed.py [steps|memory|rows ...]
 
   steps   time of a training step of the tiny preset: median over interleaved steps, as a ratio to rope's
-  memory  one forward of 16,384 / 32,768 / 65,536 tokens (one layer, 2 heads of 64): peak resident memory over that of a short
+  memory  one forward of 16,384 / 32,768 / 65,536 tokens (one layer, one head of 64): peak resident memory over that of a short
           forward, and time as a ratio to the bare calls (SDPA and matmuls of the same sizes) measured in the same process
   rows    attention alone at 65,536 tokens, one head of 64: time as a ratio to bare SDPA, and the relative error of the last 64
           rows against a float64 recursion, step by step
@@ -25,8 +25,9 @@ import transport
 from eval_extrapolate import peak_mb
 from model import GPT, GPTConfig
 
-POS = ["rope", "nope", "random_qk", "random_qkv", "accum_qk", "accum_qkv", "hidden_qk", "hidden_qkv", "householder_qk", "householder_qkv", "path",
-       "alibi", "fox", "rope+alibi", "random_qkv+alibi", "accum_qkv+alibi", "hidden_qkv+alibi", "accum_qkv+fox", "path+fox"]
+# random_* run the code of accum_*
+POS = ["rope", "rope_qkv", "nope", "accum_qk", "accum_qkv", "hidden_qk", "hidden_qkv", "householder_qk", "householder_qkv", "path",
+       "alibi", "fox", "accum_qkv+alibi", "accum_qkv+fox", "path+fox"]
 CPU = torch.device("cpu")
 
 
@@ -36,9 +37,9 @@ def seconds(f):
     return time.perf_counter() - start
 
 
-def model_of(pos, **kw):
+def model_of(pos, n_head, n_layer):
     torch.manual_seed(0)
-    return GPT(GPTConfig(pos=pos, n_head=2, n_embd=128, vocab_size=320, **kw))
+    return GPT(GPTConfig(pos=pos, n_layer=n_layer, n_head=n_head, n_embd=64 * n_head, vocab_size=320))
 
 
 def steps(compiled, n=21):
@@ -46,7 +47,7 @@ def steps(compiled, n=21):
     x, y = (torch.randint(0, 257, (16, 256)) for _ in range(2))
     runs = {}
     for pos in POS if not compiled else ["rope", "accum_qkv", "alibi", "accum_qkv+alibi"]:
-        model = model_of(pos, n_layer=4)
+        model = model_of(pos, n_head=2, n_layer=4)
         runs[pos] = model, train.make_optimizer(model, train.TrainConfig(), "cpu"), torch.compile(model) if compiled else model
 
     def step(model, optimizer, call):
@@ -67,11 +68,11 @@ def steps(compiled, n=21):
 @torch.no_grad()
 def memory_of(pos, T):
     """-> MB over a short forward, seconds, ratio to the bare calls. Runs in a process of its own."""
-    model = model_of(pos, n_layer=1)
+    model = model_of(pos, n_head=1, n_layer=1)
     idx = torch.randint(0, 257, (1, T + 1))
     model.nll(idx[:, :64], idx[:, 1:65])
-    x, qkv = torch.randn(T, 512), torch.randn(3, 1, 2, T, 64)
-    weights = [torch.randn(a, b) for a, b in ((128, 384), (128, 128), (128, 512), (512, 128), (128, 320))]
+    x, qkv = torch.randn(T, 256), torch.randn(3, 1, 1, T, 64)
+    weights = [torch.randn(a, b) for a, b in ((64, 192), (64, 64), (64, 256), (256, 64), (64, 320))]
 
     def bare():
         F.scaled_dot_product_attention(*qkv, is_causal=True)
