@@ -378,10 +378,10 @@ class LayerTransport(nn.Module):
     def __init__(self, pos, n_embd, n_head, sigma=0.3):
         super().__init__()
         rotation, bias = parse(pos)
-        self.scheme, self.n_head, self.init_std = SCHEMES[rotation], n_head, {}
+        self.scheme, self.n_head, self.sigma, self.init_std = SCHEMES[rotation], n_head, sigma, {}
         if self.scheme.step == "hidden":
             self.steps = nn.Linear(n_embd, n_embd // 2, bias=False)         # (C) -> (H * d/2) angles
-            self.init_std = {"steps": sigma / math.sqrt(n_embd)}            # inputs have unit RMS: angles start as N(0, sigma^2)
+            self.init_std = {"steps": 1 / math.sqrt(n_embd)}                # inputs have unit RMS, so does the output: sigma scales it
         if self.scheme.step in ("reflection", "path"):                      # w as PaTH makes it: low rank, short convolution, SiLU
             self.w_down, self.w_up = nn.Linear(n_embd, W_RANK, bias=False), nn.Linear(W_RANK, n_embd, bias=False)
             self.w_conv = nn.Conv1d(n_embd, n_embd, W_CONV, groups=n_embd, bias=False)
@@ -409,7 +409,7 @@ class LayerTransport(nn.Module):
                 key_bias = forget_bias(F.logsigmoid(linear(self.gate, x)).mT, cache)
                 q, k, v = q.to(x.dtype), k.to(x.dtype), v.to(x.dtype)       # bfloat16 attention costs the gate 5-13 % gradient error
             if step == "hidden":
-                phase = running_phase(linear(self.steps, x), x.dtype, cache)   # (B, T, H * d/2)
+                phase = running_phase(self.sigma * linear(self.steps, x), x.dtype, cache)   # (B, T, H * d/2)
                 turn = cos_sin(phase.unflatten(-1, (self.n_head, -1)).transpose(1, 2))
             if step == "path":
                 w = self.w(x, cache)
