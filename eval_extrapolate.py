@@ -175,7 +175,8 @@ def evaluate(run, args):
         result = finite({"run": run.name} | settings | {"device": f"{where}, torch {torch.__version__}",
                                                         "rows": ordered, "per_position": per_position})
         data.write_json(out, result)
-    print(" " * 80, end="\r", file=sys.stderr, flush=True)                    # over the progress line
+    if sys.stderr.isatty():
+        print(" " * 80, end="\r", file=sys.stderr, flush=True)                # over the progress line
     table(result, lengths, len(val))
     return result
 
