@@ -514,16 +514,20 @@ def plot(results, path):
     """Four panels, a colour per run: decoherence, logits by distance at the longest context, far mass, coherence of the far output."""
     plt = pyplot()
     fig, axes = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
-    panels = (("decoherence", "n", ("text", "r^n", "shuffled")), ("logits", "from", ("logmeanexp", "mean")),
-              ("far", "context", ("far_mass", "predicted", "mean_far")), ("far", "context", ("coherence", "expected", "n_eff^-.5")))
-    for ax, (key, x, names) in zip(axes.flat, panels):
+    panels = (("coherence of phases", "decoherence", "n", ("text", "r^n", "shuffled")),
+              ("logits (far below -10 under a bias)", "logits", "from", ("logmeanexp", "mean")),
+              ("far mass", "far", "context", ("far_mass", "predicted", "mean_far")),
+              ("coherence of the far output", "far", "context", ("coherence", "expected", "n_eff^-.5")))
+    for ax, (title, key, x, names) in zip(axes.flat, panels):
         for i, result in enumerate(results):
             rows = [row for row in result[key] if key != "logits" or row["context"] == result["far"][-1]["context"]]
             for name, style in zip(names, ("-", "--", ":")):
                 ax.semilogx([max(row[x], 0.5) for row in rows], [row[name] for row in rows], style, base=2, color=f"C{i}",
                             label=result["run"] if style == "-" else None)
         ax.set(xlabel={"n": "steps apart", "from": "distance", "context": "context length"}[x] + " (tokens)",
-               title=", ".join(map("{} ({})".format, names, ("solid", "dashed", "dotted"))), ylim=(-10 if x == "from" else None, None))
+               title=title + ": " + ", ".join(map("{} ({})".format, names, ("solid", "dashed", "dotted"))))
+        if key == "logits":
+            ax.set_ylim(-10, 1 + max(row["logmeanexp"] for result in results for row in result[key]))
     axes[0, 0].legend(fontsize=8)
     fig.savefig(path, dpi=120)
     plt.close(fig)
