@@ -517,7 +517,7 @@ def plot(results, path):
     panels = (("coherence of phases", "decoherence", "n", ("text", "r^n", "shuffled")),
               ("logits (far below -10 under a bias)", "logits", "from", ("logmeanexp", "mean")),
               ("far mass", "far", "context", ("far_mass", "predicted", "mean_far")),
-              ("coherence of the far output", "far", "context", ("coherence", "expected", "n_eff^-.5")))
+              ("far output", "far", "context", ("coherence", "expected", "n_eff^-.5")))
     for ax, (title, key, x, names) in zip(axes.flat, panels):
         for i, result in enumerate(results):
             rows = [row for row in result[key] if key != "logits" or row["context"] == result["far"][-1]["context"]]
