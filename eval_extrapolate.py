@@ -259,6 +259,13 @@ def plot(results, path):
     plt.close(fig)
 
 
+def check_runs(runs):
+    """Raise ValueError, before any work, if a run has no checkpoint."""
+    for run in runs:
+        if not (run / "ckpt.pt").is_file():
+            raise ValueError(f"no run at {run}: {run / 'ckpt.pt'} does not exist")
+
+
 def main(argv=None):
     parser = data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders with a ckpt.pt (default: every run under out/)")
@@ -276,9 +283,7 @@ def main(argv=None):
             raise ValueError("no run under out/: train one with python train.py, or name its folder")
         if args.windows < 1:
             raise ValueError("--windows must be at least 1")
-        for run in runs:
-            if not (run / "ckpt.pt").is_file():
-                raise ValueError(f"no run at {run}: {run / 'ckpt.pt'} does not exist")
+        check_runs(runs)
         if args.plot:
             pyplot()                                                         # before the work, not after it
         results = [evaluate(run, args) for run in runs]

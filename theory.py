@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import data
 import transport
-from eval_extrapolate import Progress, finite, parse_lengths, pyplot
+from eval_extrapolate import Progress, check_runs, finite, parse_lengths, pyplot
 from model import load_model
 from train import pick_device
 from transport import SCHEMES, accumulate, cos_sin, parse, rope_steps, rotate
@@ -551,7 +551,9 @@ def main(argv=None):
     try:
         if args.plot:
             pyplot()                                                         # before the work, not after it
-        results = [measure(Path(run), args) for run in args.runs]
+        runs = [Path(run) for run in args.runs]
+        check_runs(runs)
+        results = [measure(run, args) for run in runs]
         if args.plot:
             Path("out").mkdir(exist_ok=True)
             plot(results, "out/theory.png")
