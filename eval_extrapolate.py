@@ -244,7 +244,7 @@ def plot(results, path):
         ax.set(xscale="log", yscale="log", xlabel="context length (tokens)", title=f"{protocol}: {titles[protocol]}")
         ax.xaxis.set_major_locator(plt.FixedLocator([2 ** i for i in range(4, 24)]))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-        ax.yaxis.set_major_locator(plt.LogLocator(base=10, subs=(1, 2, 5)))
+        ax.yaxis.set_major_locator(plt.LogLocator(base=10, subs=(1, 1.5, 2, 3, 5, 7)))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_minor_formatter(NullFormatter())
