@@ -363,11 +363,13 @@ def main(argv=None):
     if stop:
         checkpoint_now()
         say(f"signal {stop[0]}: saved step {step:,}; continue with --resume --out_dir {out}", flush=True)
+    code = 128 + stop[0] if stop else 0
     if world > 1:
         dist.barrier()                                                       # no rank leaves before the writer is done
-        dist.destroy_process_group()
-    if stop:
-        raise SystemExit(128 + stop[0])
+        sys.stdout.flush()
+        os._exit(code)                                                       # one exit in ten aborts when Python tears down gloo's threads
+    if code:
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":
