@@ -21,7 +21,7 @@ import torch
 import data
 from data import die
 from model import load_model
-from train import pick_device, pick_dtype
+from train import device_name, pick_device, pick_dtype
 
 TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
 
@@ -145,11 +145,10 @@ def evaluate(run, args):
     # what an earlier call with the same settings has left is kept, but for the training context, the base of all ratios
     settings = {"pos": model.config.pos, "step": saved["step"], "train_context": block, "data": folder.name, "seed": config["seed"],
                 "params": model.num_params()[0], "dtype": str(dtype)[6:], "stretches": count, "longest": longest}
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    have, per_position = {}, []
+    where, have, per_position = device_name(device), {}, []
     try:
         old = json.loads(out.read_text())
-        if settings.items() <= {k: v for k, v in old.items() if k in settings}.items():
+        if all(old[name] == value for name, value in settings.items()):
             have, per_position = {(r["protocol"], r["context"]): r for r in old["rows"] if r["context"] != block}, old["per_position"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
@@ -158,7 +157,7 @@ def evaluate(run, args):
     print(f"\n{run.name}: {model.config.pos}, step {saved['step']:,}, trained at {block}; {folder}: {count} x {longest:,} of "
           f"{len(val):,} validation tokens; {settings['dtype']} on {where}", flush=True)
     for n in todo:
-        rows = {"last": EMPTY, "window": EMPTY}
+        rows = {"last": {}, "window": {}}
         if n < len(val):
             peak_mb(device, reset=True)
             start = time.perf_counter()

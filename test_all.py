@@ -642,7 +642,7 @@ def test_prepare_text_folders_and_jsonl(tmp_path):
 
 def test_one_document_is_split_and_tiktoken_is_not_needed_for_bytes(tmp_path):
     (tmp_path / "one.txt").write_bytes(bytes(range(200)) * 5)
-    code = f"import sys; sys.modules['tiktoken'] = None; sys.argv = ['data.py', 'one.txt']; import data; data.main()"
+    code = "import sys; sys.modules['tiktoken'] = None; sys.argv = ['data.py', 'one.txt']; import data; data.main()"
     assert cli("-c", code, cwd=tmp_path).returncode == 0
     sizes = [(tmp_path / f"data/one/{s}.bin").stat().st_size // 2 for s in ("train", "val")]
     assert sizes == [901, 100]
@@ -1570,9 +1570,7 @@ def test_measuring_refuses_bad_input(theory_data, tmp_path, capsys, monkeypatch)
     def refuses(*flags, words, run=run):
         with pytest.raises(SystemExit) as status:
             theory.main([str(run), *map(str, flags)])
-        error = capsys.readouterr().err
-        assert status.value.code == 2 and error.count("\n") == 1 and error.startswith("error: "), error
-        assert all(word in error for word in words), error
+        refused((status.value.code, capsys.readouterr().err), *words)
         assert not (run / "theory.json").exists()
     refuses("--length", 31, words=["--length 31", "(32)"])
     refuses("--length", 0, words=["--length 0"])

@@ -127,6 +127,12 @@ def pick_dtype(name, device):
     return torch.bfloat16 if fast else torch.float32
 
 
+def device_name(device):
+    """What a run was measured on, in words."""
+    cuda = torch.device(device).type == "cuda"
+    return torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+
+
 def can_compile(device):
     """Try torch.compile on a small function: it needs a C++ compiler on CPU, Triton on CUDA."""
     try:
@@ -250,7 +256,7 @@ def main(argv=None):
     say = print if rank == 0 else lambda *a, **kw: None                      # one rank prints and writes
     autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     tokens_per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
-    where = torch.cuda.get_device_name(device) if "cuda" in device else f"CPU, {torch.get_num_threads()} threads"
+    where = device_name(device)
     peak = next((p * 1e12 for word, p in PEAK_TFLOPS.items() if word in where), None)
     total, positional = model.num_params()
 
@@ -265,13 +271,13 @@ def main(argv=None):
         f"{f'{world} x ' if world > 1 else ''}{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, "
         f"{tokens_per_step:,} tokens per step, {config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}", flush=True)
 
-    def over_ranks(*values, op=dist.ReduceOp.SUM):
-        """Sum (or maximum) of each number over all ranks."""
+    def over_ranks(value, op=dist.ReduceOp.SUM):
+        """Sum (or maximum) of a number over all ranks."""
         if world == 1:
-            return values
-        total = torch.tensor(values, dtype=torch.float64, device=device)
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=device)
         dist.all_reduce(total, op)
-        return total.tolist()
+        return total.item()
 
     @torch.no_grad()
     def validate():
@@ -283,7 +289,7 @@ def main(argv=None):
             with autocast():
                 total += model(x, y)[1].item()
         model.train()
-        return over_ranks(total)[0] / config.eval_iters
+        return over_ranks(total) / config.eval_iters
 
     def fail(message):
         last_good = f"{ckpt} is the last good checkpoint" if ckpt.exists() else "there is no checkpoint yet"
@@ -330,14 +336,14 @@ def main(argv=None):
                     loss = run(micro_x, micro_y)[1] * (len(micro_x) / len(x))
                 loss.backward()
             loss_sum += loss.detach()
-        losses.append(over_ranks(loss_sum.item())[0] / world)
+        losses.append(over_ranks(loss_sum.item()) / world)
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf))
         if not math.isfinite(losses[-1] + norm):                             # before it can reach the weights
             fail(f"the loss at step {step + 1:,} is {losses[-1]}, its gradient norm {norm}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        if over_ranks(len(stop), op=dist.ReduceOp.MAX)[0] and not stop:      # another rank was told to stop
+        if over_ranks(len(stop), dist.ReduceOp.MAX) and not stop:      # another rank was told to stop
             stop.append(signal.SIGTERM)
 
         last = step == config.max_iters

@@ -132,6 +132,12 @@ def digits(z, n=BIAS_CHANNELS):
     return torch.stack(parts, dim=-1)
 
 
+def channels(bias, d, n=BIAS_CHANNELS):
+    """-> float e, parts (..., n) with e * sum(parts) / sqrt(d) = bias: a logit as channels, constant on one side, digits on the other."""
+    e = 2.0 ** round(math.log2(math.sqrt(d)))
+    return e, digits(bias * (math.sqrt(d) / e), n)
+
+
 def bias_channels(key_bias, d):
     """Write an additive key bias as extra channels: q gets the constant `e`, k gets `parts`, and e * sum(parts) / sqrt(d) = bias.
 
@@ -139,8 +145,7 @@ def bias_channels(key_bias, d):
     Softmax is blind to a constant per row, so the bias -m(i - j) may be m*j on the key alone; it is centred on the last key,
     where precision matters.
     """
-    e = 2.0 ** round(math.log2(math.sqrt(d)))
-    return e, digits((key_bias.double() - key_bias[..., -1:].detach().double()) * (math.sqrt(d) / e))
+    return channels(key_bias.double() - key_bias[..., -1:].detach().double(), d)
 
 
 def attend(q, k, v, phase=None, rotate_values=False, key_bias=None, cache=None):
@@ -290,9 +295,8 @@ def path_attention(q, k, v, w, beta, log_forget=None, key_bias=None, cache=None,
             logits = torch.cat(rows, dim=2) * d ** -0.5 + (F_block[..., None, :] - F_block[..., None]).to(wide)
             o, lse = logits.softmax(-1) @ V, logits.logsumexp(-1)
             if start:
-                e = 2.0 ** round(math.log2(math.sqrt(d)))
-                null = digits((lse + (F_block - F_start)) * (math.sqrt(d) / e), n_parts)               # (B, H, S, parts)
-                far = digits((bias[..., :start] - F_start).expand(B, H, -1) * (math.sqrt(d) / e), n_parts)
+                e, null = channels(lse + (F_block - F_start), d, n_parts)   # (B, H, S, parts)
+                e, far = channels((bias[..., :start] - F_start).expand(B, H, -1), d, n_parts)
                 zeros = lambda *shape: q.new_zeros(B, H, *shape)
                 far_q = torch.cat((torch.cat(q0, dim=2), null.to(wide), zeros(Q.size(2), n_parts) + e), dim=-1)
                 far_k = torch.cat((torch.cat((past_k, zeros(start, n_parts), far.to(wide)), dim=-1),
