@@ -273,7 +273,10 @@ def path_attention(q, k, v, w, beta, log_forget=None, key_bias=None, cache=None,
         q, k, v, w, beta = pad_steps(T, *(t.to(wide) for t in (q, k, v, w, beta)))
         bias = q.new_zeros(1, 1, T) if key_bias is None else key_bias.double()
         bias = torch.cat((bias, bias[..., -1:].expand(-1, -1, q.size(2) - T)), dim=-1)
-        past_k, past_v, out = q.new_zeros(B, H, 0, d), q.new_zeros(B, H, 0, d), []
+        past_k, in_place, out = q.new_zeros(B, H, 1, d), not torch.is_grad_enabled(), []    # the null key first, then keys as they pass
+        if in_place:                                                        # one buffer: growing copies would fragment memory
+            room = q.new_zeros(B, H, 1 + q.size(2), d + 2 * n_parts)
+        far_v = F.pad(v, (0, 2 * n_parts, 1, 0)) + F.pad(q.new_ones(1, 1), (d, 2 * n_parts - 1, 0, q.size(2)))   # value of the null key
         later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
         for start in range(0, q.size(2), block):
             Q, K, V, u, b = (t[:, :, start:start + block] for t in (q, k, v, w, beta))
@@ -297,18 +300,24 @@ def path_attention(q, k, v, w, beta, log_forget=None, key_bias=None, cache=None,
             if start:
                 e, null = channels(lse + (F_block - F_start), d, n_parts)   # (B, H, S, parts)
                 e, far = channels((bias[..., :start] - F_start).expand(B, H, -1), d, n_parts)
-                zeros = lambda *shape: q.new_zeros(B, H, *shape)
-                far_q = torch.cat((torch.cat(q0, dim=2), null.to(wide), zeros(Q.size(2), n_parts) + e), dim=-1)
-                far_k = torch.cat((torch.cat((past_k, zeros(start, n_parts), far.to(wide)), dim=-1),
-                                   torch.cat((zeros(1, d), zeros(1, n_parts) + e, zeros(1, n_parts)), dim=-1)), dim=2)
-                far_v = F.pad(past_v, (0, 2 * n_parts, 0, 1))
-                far_v = far_v + F.pad(q.new_ones(1, 1), (d, 2 * n_parts - 1, start, 0))                # value of the null key
-                y = F.scaled_dot_product_attention(far_q.to(low), far_k.to(low), far_v.to(low), scale=d ** -0.5).to(wide)
+                far_q = torch.cat((torch.cat(q0, dim=2), null.to(wide), q.new_full((B, H, Q.size(2), n_parts), e)), dim=-1)
+                extra = F.pad(far.to(wide), (n_parts, 0, 1, 0)) + F.pad(q.new_full((1, n_parts), e), (0, n_parts, 0, start))
+                if in_place:
+                    far_k = room[:, :, :1 + start]
+                    far_k[..., d:] = extra
+                else:
+                    far_k = torch.cat((past_k, extra), dim=-1)              # (B, H, 1 + start, d + 2 n_parts)
+                y = F.scaled_dot_product_attention(far_q.to(low), far_k.to(low), far_v[:, :, :1 + start].to(low), scale=d ** -0.5).to(wide)
                 o = y[..., :d] + y[..., d:d + 1] * o
-            past_k, past_v = torch.cat((past_k @ carry, keys), dim=2), torch.cat((past_v, V), dim=2)
+            if in_place:
+                past_k.copy_(past_k @ carry)
+                past_k = room[:, :, :1 + start + Q.size(2), :d]
+                past_k[:, :, 1 + start:] = keys
+            else:
+                past_k = torch.cat((past_k @ carry, keys), dim=2)
             out.append(o)
         if cache is not None:
-            cache["k"], cache["v"] = past_k[:, :, :T], past_v[:, :, :T]
+            cache["k"], cache["v"] = past_k[:, :, 1:T + 1], v[:, :, :T]
         return torch.cat(out, dim=2)[:, :, :T].to(low)
 
 
