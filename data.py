@@ -2,23 +2,30 @@
 
     python data.py stdlib                                        the running Python's standard library as bytes (default corpus)
     python data.py PATH... --name NAME [--encoding bytes|gpt2]   text files, folders of them, .jsonl with a field "text"
+    python data.py openwebtext [--tokens 3e9] [--val_tokens 5e6] the paper's corpus, streamed through Hugging Face datasets
 
-Both write data/NAME/train.bin and val.bin (uint16 token ids, nanoGPT's format) and meta.json. Any folder with nanoGPT's
-train.bin and val.bin works as it is. One document in ten, chosen by a hash of its name, is held out for validation.
+All write data/NAME/train.bin and val.bin (uint16 token ids, nanoGPT's format) and meta.json. Any folder with nanoGPT's
+train.bin and val.bin works as it is. One document in ten, chosen by a hash of its name, is held out for validation; of
+OpenWebText one in twenty, by a hash of its text. An interrupted openwebtext goes on where it stopped, to the same bytes.
 """
 import argparse
 import hashlib
 import json
+import logging
 import os
 import platform
 import sys
 import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 EOT = "<|endoftext|>"
-VAL_SHARE = 10                                   # one document in ten is validation
+OPENWEBTEXT = "Skylion007/openwebtext"           # on the Hugging Face hub: 8,013,769 documents, 9 billion GPT-2 tokens
+BATCH_BYTES = 2 ** 22                            # text read ahead, and encoded by all threads, at a time
+SAVE_SECONDS = 10                                # between notes of how far a resumable preparation has come
 TEXT = {".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", ".tex", ".html", ".css", ".json", ".jsonl"}
 
 
@@ -26,6 +33,12 @@ def die(message):
     """Bad input: one line on stderr, exit status 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def clock(seconds):
+    """Seconds -> "m:ss", or "h:mm:ss" from an hour on."""
+    minutes, s = divmod(int(seconds), 60)
+    return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,16 +71,20 @@ def encoding(name):
 
 
 def encoder(name):
-    """-> (function from a document's bytes to a uint16 array that ends with <|endoftext|>, vocabulary size).
+    """-> (function from a list of documents' bytes to a list of uint16 arrays that end with <|endoftext|>, vocabulary size).
 
     Text is taken as it stands: the characters "<|endoftext|>" inside a document are ordinary characters.
     """
     if name == "bytes":                          # no tiktoken needed
-        return lambda raw: np.append(np.frombuffer(raw, np.uint8).astype(np.uint16), np.uint16(256)), 257
+        return lambda raws: [np.append(np.frombuffer(raw, np.uint8).astype(np.uint16), np.uint16(256)) for raw in raws], 257
     enc = encoding(name)
     if enc.n_vocab > 2 ** 16:
         raise ValueError(f"the encoding {name} has {enc.n_vocab} tokens; token files are uint16, at most 65,536")
-    return lambda raw: np.array(enc.encode_ordinary(raw.decode("utf-8", "replace")) + [enc.eot_token], np.uint16), enc.n_vocab
+
+    def encode(raws):
+        ids = enc.encode_ordinary_batch([raw.decode("utf-8", "replace") for raw in raws], num_threads=os.cpu_count())
+        return [np.array(i + [enc.eot_token], np.uint16) for i in ids]
+    return encode, enc.n_vocab
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,7 +96,7 @@ def stdlib_documents():
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if not skip & set(name.parts):
+        if not skip & set(name.parts) and path.stat().st_size:
             yield name.as_posix(), path.read_bytes()
 
 
@@ -92,57 +109,143 @@ def file_documents(paths):
         for path in files:
             name = path.relative_to(top.parent).as_posix()
             if path.suffix != ".jsonl":
-                yield name, path.read_bytes()
+                if raw := path.read_bytes():
+                    yield name, raw
                 continue
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     try:
-                        yield f"{name}:{number}", json.loads(line)["text"].encode()
+                        raw = json.loads(line)["text"].encode()
                     except (ValueError, KeyError, TypeError, AttributeError):
                         raise ValueError(f"{path}, line {number}: not a JSON object with a text field \"text\"")
+                    if raw:
+                        yield f"{name}:{number}", raw
 
 
-def is_val(name):
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % VAL_SHARE == 0
+def openwebtext_documents(start, repo=OPENWEBTEXT):
+    """(text, bytes) of the corpus from document number `start` on, streamed: nothing is stored; what lies before is read past.
+
+    repo: the hub's data set, another one, or a folder of files that `datasets` can read; with a field "text".
+    Raises ValueError if `datasets` is missing or the data set cannot be read.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError("openwebtext needs Hugging Face datasets: pip install datasets")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)             # one line of ours instead of its retries
+    try:
+        try:
+            stream = datasets.load_dataset(repo, split="train", streaming=True)
+        except RuntimeError:                                                 # datasets 4 refuses a repository with a loading script
+            stream = datasets.load_dataset(repo, split="train", streaming=True, revision="refs/convert/parquet")
+        for row in stream.skip(start) if start else stream:
+            yield row["text"], row["text"].encode("utf-8", "replace")
+    except Exception as e:                                                   # whatever the network layer raises
+        raise ValueError(f"{repo} cannot be read ({type(e).__name__}: {str(e).strip().partition(chr(10))[0][:100]}): connect to the network and run the "
+                         "same command again, name a copy or a folder with --repo, or take another corpus, such as python data.py stdlib")
 
 
-def prepare(documents, out, name_of_encoding="bytes", source=""):
+def is_val(name, share=10):
+    """Is this document the one in `share` that is held out? A pure function of its name."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "replace")).digest()[:8], "big") % share == 0
+
+
+def in_batches(documents):
+    """Lists of documents, of about BATCH_BYTES each."""
+    batch, size = [], 0
+    for name, raw in documents:
+        batch.append((name, raw))
+        size += len(raw)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def read_ahead(iterator, pool):
+    """The same items; while one is worked on, the next is read in a thread of the pool."""
+    item = pool.submit(next, iterator, None)
+    while (value := item.result()) is not None:
+        item = pool.submit(next, iterator, None)
+        yield value
+
+
+def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 62, val_tokens=2 ** 62, share=10, resumable=False):
     """Write out/train.bin, out/val.bin, out/meta.json from (name, bytes) pairs; the files appear whole or not at all.
 
-    A single document is split 90/10 instead. Raises ValueError if there is no text.
+    documents: a function from a number n to an iterator over all documents but the first n. One document in `share`, by a hash of its
+    name, goes to val.bin while that is shorter than val_tokens; the others to train.bin, to `tokens`. A single document is split
+    90/10 instead. resumable: what an interrupted call leaves, the next one continues, to the same bytes.
+    Raises ValueError if there is no text, or an interrupted call had other arguments or other documents.
     """
     encode, vocab_size = encoder(name_of_encoding)
-    out = Path(out)
+    out, limit = Path(out), {"train": tokens, "val": val_tokens}
     out.mkdir(parents=True, exist_ok=True)
-    partial = {split: out / f"{split}.bin.{os.getpid()}" for split in ("train", "val")}
-    counts, n_docs, last = {"train": 0, "val": 0}, 0, None
+    note, settings = out / "progress.json", {"encoding": name_of_encoding, "source": source, "limit": limit, "share": share}
+    partial = {split: out / f"{split}.bin.{'partial' if resumable else os.getpid()}" for split in limit}
+    state = settings | {"train": 0, "val": 0, "documents": 0, "last": ""}
+    if resumable and note.exists():
+        state = json.loads(note.read_text())
+        if any(state[name] != value for name, value in settings.items()):
+            raise ValueError(f"{note} is of an interrupted preparation with other settings: repeat those, or delete it to start again")
+        print(f"{out}: continuing after {state['documents']:,} documents, {state['train']:,} training tokens", flush=True)
+    start = shown = saved = time.time()
+    last, before = b"", state["train"]
+    digest = lambda raw: hashlib.sha256(raw).hexdigest()
     try:
-        files = {split: path.open("wb") for split, path in partial.items()}
-        for name, raw in documents:
-            if not raw:
-                continue
-            split, last, n_docs = "val" if is_val(name) else "train", encode(raw), n_docs + 1
-            files[split].write(last.tobytes())
-            counts[split] += len(last)
-        if n_docs == 1:
-            cut = len(last) - max(1, len(last) // VAL_SHARE)
-            for split, part in (("train", last[:cut]), ("val", last[cut:])):
+        files = {split: path.open("r+b" if state["documents"] else "wb") for split, path in partial.items()}
+        for split, f in files.items():
+            f.truncate(2 * state[split])
+            f.seek(0, os.SEEK_END)
+        rest = documents(max(0, state["documents"] - 1))
+        if state["documents"] and digest(next(rest, ("", b""))[1]) != state["last"]:
+            raise ValueError(f"{source} is no longer what it was when this was interrupted: delete {note} to start again")
+        with ThreadPoolExecutor(1) as pool:
+            for batch in read_ahead(in_batches(rest), pool):
+                for (name, last), ids in zip(batch, encode([raw for _, raw in batch])):
+                    split = "val" if is_val(name, share) else "train"
+                    ids = ids[:limit[split] - state[split]]
+                    files[split].write(ids.tobytes())
+                    state[split] += len(ids)
+                    state["documents"] += 1
+                    if state["train"] == tokens:
+                        break
+                now, tty = time.time(), sys.stderr.isatty()
+                if resumable and now - saved >= SAVE_SECONDS:
+                    for f in files.values():
+                        f.flush(), os.fsync(f.fileno())
+                    write_json(note, state | {"last": digest(last)})
+                    saved = now
+                if now - shown >= (1 if tty else 30):
+                    shown, rate = now, (state["train"] - before) / (now - start)
+                    goal = f" of {tokens:,} ({100 * state['train'] / tokens:.1f}%), ETA {clock((tokens - state['train']) / max(rate, 1))}"
+                    print(f"{out}: {state['train']:,}{goal if tokens < 2 ** 62 else ''} training tokens, {rate:,.0f} tok/s    ",
+                          end="\r" if tty else "\n", file=sys.stderr, flush=True)
+                if state["train"] == tokens:
+                    break
+        if state["documents"] == 1:
+            ids, = encode([last])
+            state["val"] = max(1, len(ids) // 10)
+            state["train"] = len(ids) - state["val"]
+            for split, part in (("train", ids[:state["train"]]), ("val", ids[state["train"]:])):
                 files[split].seek(0), files[split].truncate(), files[split].write(part.tobytes())
-                counts[split] = len(part)
         for f in files.values():
             f.close()
-        if not counts["train"] or not counts["val"]:
-            raise ValueError(f"{source or 'the input'} gave {counts['train']:,} training and {counts['val']:,} validation tokens "
-                             f"from {n_docs} documents: it needs more text")
-        meta = {"encoding": name_of_encoding, "vocab_size": vocab_size, "train_tokens": counts["train"],
-                "val_tokens": counts["val"], "documents": n_docs, "source": source}
+        if not state["train"] or not state["val"]:
+            raise ValueError(f"{source or 'the input'} gave {state['train']:,} training and {state['val']:,} validation tokens "
+                             f"from {state['documents']} documents: it needs more text")
+        meta = {"encoding": name_of_encoding, "vocab_size": vocab_size, "train_tokens": state["train"],
+                "val_tokens": state["val"], "documents": state["documents"], "source": source}
         for split, path in partial.items():
             os.replace(path, out / f"{split}.bin")
         write_json(out / "meta.json", meta)
+        note.unlink(missing_ok=True)
         return meta
     finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
+        if not note.exists():                                                # nothing to go on from
+            for path in partial.values():
+                path.unlink(missing_ok=True)
 
 
 def write_json(path, value):
@@ -162,7 +265,7 @@ def find(data):
             return folder
     if data != "stdlib":
         raise ValueError(f"no data set {data}: neither {data}/train.bin nor data/{data}/train.bin exists; python data.py makes one")
-    meta = prepare(stdlib_documents(), Path("data/stdlib"), "bytes", f"Python {platform.python_version()} standard library")
+    meta = prepare(lambda start: stdlib_documents(), Path("data/stdlib"), "bytes", f"Python {platform.python_version()} standard library")
     print(f"data/stdlib: {meta['source']} as bytes, {meta['train_tokens']:,} + {meta['val_tokens']:,} tokens")
     return Path("data/stdlib")
 
@@ -203,17 +306,33 @@ def batch(tokens, step, seed, rank=0, world_size=1, *, batch_size, block_size):
 
 def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", help='"stdlib", or text files and folders')
-    parser.add_argument("--encoding", default="bytes", help="bytes, gpt2, or another of tiktoken's with at most 65,536 tokens")
+    parser.add_argument("paths", nargs="+", help='"stdlib", "openwebtext", or text files and folders')
+    parser.add_argument("--encoding", help="bytes, gpt2, or another of tiktoken's with at most 65,536 tokens (default: gpt2 for openwebtext, else bytes)")
     parser.add_argument("--name", help="write to data/NAME (default: the name of the first path)")
+    parser.add_argument("--tokens", type=float, help="end of the training split (default: 3e9 for openwebtext, else all)")
+    parser.add_argument("--val_tokens", type=float, help="end of the validation split (default: 5e6 for openwebtext, else all)")
+    parser.add_argument("--repo", default=OPENWEBTEXT, help="openwebtext: another data set of the Hugging Face hub, or a local folder of its files")
     args = parser.parse_args()
-    stdlib = args.paths == ["stdlib"]
+    stdlib, web = args.paths == ["stdlib"], args.paths == ["openwebtext"]
     out = Path("data") / (args.name or Path(args.paths[0]).stem)
-    source = f"Python {platform.python_version()} standard library" if stdlib else ", ".join(Path(p).name for p in args.paths)
+    limits = {name: int(default if given is None else given) for name, given, default in
+              (("tokens", args.tokens, 3e9 if web else 2 ** 62), ("val_tokens", args.val_tokens, 5e6 if web else 2 ** 62))}
     try:
-        meta = prepare(stdlib_documents() if stdlib else file_documents(args.paths), out, args.encoding, source)
+        if min(limits.values()) < 1:
+            raise ValueError("--tokens and --val_tokens must be at least 1")
+        if stdlib:
+            documents, source = lambda start: stdlib_documents(), f"Python {platform.python_version()} standard library"
+        elif web:
+            documents, source = lambda start: openwebtext_documents(start, args.repo), args.repo
+        else:
+            documents, source = lambda start: file_documents(args.paths), ", ".join(Path(p).name for p in args.paths)
+        meta = prepare(documents, out, args.encoding or ("gpt2" if web else "bytes"), source, **limits,
+                       **{"share": 20, "resumable": True} if web else {})
     except (ValueError, OSError) as e:
         die(e)
+    except KeyboardInterrupt:
+        print(f"interrupted; {'the same command goes on from here' if web else 'nothing was written'}", file=sys.stderr)
+        raise SystemExit(130)
     print(f"{out}: {meta['documents']:,} documents, {meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens "
           f"({meta['encoding']}, {meta['vocab_size']:,} ids)")
 

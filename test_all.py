@@ -594,9 +594,130 @@ def test_byte_encoding_round_trip():
     enc, text = data.encoding("bytes"), "naïve 😀 <|endoftext|>\n\t" * 20
     encode, vocab = data.encoder("bytes")
     assert isinstance(enc, tiktoken.Encoding) and vocab == enc.n_vocab == 257
-    assert encode(text.encode()).tolist() == enc.encode_ordinary(text) + [256]
-    assert len(encode(b"a<|endoftext|>b")) == 16 and enc.decode(encode(text.encode())[:-1].tolist()) == text
-    assert encode(b"\xff\xfe")[:2].tolist() == [255, 254]                  # bytes that are no text
+    ids, eot, odd = encode([text.encode(), b"a<|endoftext|>b", b"\xff\xfe"])
+    assert ids.tolist() == enc.encode_ordinary(text) + [256] and enc.decode(ids[:-1].tolist()) == text
+    assert len(eot) == 16 and odd[:2].tolist() == [255, 254]               # bytes that are no text
+
+
+class Hub:
+    """Stands in for Hugging Face `datasets`: a stream of n documents that fails when `fail_at` is read."""
+    def __init__(self, n=400, fail_at=None, failure=lambda: ConnectionError("the network is down"), script=False, change=""):
+        self.n, self.fail_at, self.failure, self.script, self.change, self.read, self.revisions = n, fail_at, failure, script, change, 0, []
+
+    def load_dataset(self, repo, split, streaming, revision=None):
+        assert (split, streaming) == ("train", True)
+        self.revisions.append(revision)
+        if self.script and revision is None:
+            raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
+        return self
+
+    def skip(self, start):
+        return iter(self.rows(start))
+
+    def __iter__(self):
+        return iter(self.rows(0))
+
+    def rows(self, start):
+        for i in range(start, self.n):
+            self.read += 1
+            if i == self.fail_at:
+                raise self.failure()
+            yield {"text": f"{self.change}document {i}: " + " ".join(str((i * j) % 97) for j in range(i % 40))}
+
+
+HUB = {"tokens": 20000, "val_tokens": 900, "share": 20, "resumable": True}
+
+
+def web(out, hub, monkeypatch, encoding="bytes", **how):
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setattr(data, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(data, "BATCH_BYTES", 1000)
+    return data.prepare(data.openwebtext_documents, out, encoding, "owt", **HUB | how)
+
+
+def bins(out):
+    return [(out / f"{split}.bin").read_bytes() for split in ("train", "val")]
+
+
+def test_openwebtext_stops_at_its_bounds_and_splits_by_document(tmp_path, monkeypatch):
+    meta = web(tmp_path / "a", hub := Hub(), monkeypatch)
+    assert meta["train_tokens"] == 20000 and meta["val_tokens"] == 900 and meta["vocab_size"] == 257 and meta["documents"] < 400
+    assert hub.read < meta["documents"] + 60                               # reads ahead by two batches at most
+    train, val = (np.frombuffer(raw, np.uint16) for raw in bins(tmp_path / "a"))
+    documents = lambda ids: {bytes(d.astype(np.uint8)) for d in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]}
+    texts = [row["text"] for row in Hub()][:meta["documents"]]
+    assert documents(val) <= {t.encode() + b"\0" for t in texts if data.is_val(t, 20)}      # 256 as a byte is 0
+    assert documents(train) <= {t.encode() + b"\0" for t in texts if not data.is_val(t, 20)} and len(documents(train)) > 100
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    web(tmp_path / "short", Hub(), monkeypatch, tokens=5000, val_tokens=100)  # other bounds: the same beginning
+    assert all(whole.startswith(part) for whole, part in zip(bins(tmp_path / "a"), bins(tmp_path / "short")))
+    web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)       # a stream that ends early
+    assert sum(map(len, bins(tmp_path / "all"))) == 2 * sum(len(row["text"]) + 1 for row in Hub())
+
+
+@pytest.mark.parametrize("stops", [(1,), (100,), (100, 101, 230)])
+def test_openwebtext_interrupted_gives_the_same_bytes(tmp_path, monkeypatch, stops):
+    web(tmp_path / "straight", straight := Hub(), monkeypatch)
+    for stop in stops:
+        with pytest.raises(ValueError, match="network is down.*same command again"):
+            web(tmp_path / "broken", Hub(fail_at=stop), monkeypatch)
+        assert not list((tmp_path / "broken").glob("*.bin"))               # nothing that looks whole
+    web(tmp_path / "broken", hub := Hub(), monkeypatch)
+    assert bins(tmp_path / "broken") == bins(tmp_path / "straight")
+    assert hub.read <= straight.read - (stops[-1] > 1) * (stops[-1] - 40)  # it did go on, not start again
+    assert not list((tmp_path / "broken").glob("*.partial")) and not (tmp_path / "broken" / "progress.json").exists()
+
+
+def test_openwebtext_killed_gives_the_same_bytes(tmp_path, monkeypatch):
+    """SIGKILL between notes: what was written after the last note is written again."""
+    web(tmp_path / "straight", Hub(), monkeypatch)
+    code = ("import os, signal, sys; sys.path.insert(0, sys.argv[1]); import test_all, data\n"
+            "hub = test_all.Hub(fail_at=150, failure=lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+            "with test_all.pytest.MonkeyPatch.context() as m: test_all.web(test_all.Path(sys.argv[2]), hub, m)")
+    result = subprocess.run([sys.executable, "-c", code, str(HERE), str(tmp_path / "killed")], capture_output=True, text=True)
+    assert result.returncode == -9 and (tmp_path / "killed" / "progress.json").exists(), result.stderr
+    with open(tmp_path / "killed" / "train.bin.partial", "ab") as f:
+        f.write(b"half a batch")
+    web(tmp_path / "killed", hub := Hub(), monkeypatch)
+    assert bins(tmp_path / "killed") == bins(tmp_path / "straight") and hub.read < 300
+
+
+def test_openwebtext_refuses_what_it_cannot_continue(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="network is down"):
+        web(tmp_path, Hub(fail_at=100), monkeypatch)
+    before = (tmp_path / "train.bin.partial").read_bytes()
+    for how in ({"tokens": 10000}, {"val_tokens": 10}, {"encoding": "gpt2"} if os.environ.get("TIKTOKEN_CACHE_DIR") else {"share": 10}):
+        with pytest.raises(ValueError, match="other settings"):
+            web(tmp_path, Hub(), monkeypatch, **how)
+    with pytest.raises(ValueError, match="no longer what it was"):
+        web(tmp_path, Hub(change="a new "), monkeypatch)
+    assert (tmp_path / "train.bin.partial").read_bytes() == before
+
+
+def test_openwebtext_with_a_loading_script_and_without_datasets_or_network(tmp_path, monkeypatch):
+    web(tmp_path / "a", hub := Hub(script=True), monkeypatch)
+    assert hub.revisions == [None, "refs/convert/parquet"]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        next(data.openwebtext_documents(0))
+    (tmp_path / "datasets.py").write_text("def load_dataset(*a, **kw): raise ConnectionError('no route\\nto host')")
+    refused(cli(HERE / "data.py", "openwebtext", "--encoding", "bytes", cwd=tmp_path, PYTHONPATH=str(tmp_path)),
+            "Skylion007/openwebtext cannot be read", "no route", "--repo", "stdlib")
+    refused(cli(HERE / "data.py", "openwebtext", "--tokens", "0", cwd=tmp_path), "--tokens")
+    refused(cli(HERE / "data.py", "openwebtext", cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9",
+                https_proxy="http://127.0.0.1:9", PYTHONPATH=str(tmp_path)), "gpt2", "TIKTOKEN_CACHE_DIR")
+    assert not list(tmp_path.glob("data/**/*.bin*"))
+
+
+def test_gpt2_batches_over_threads_equal_one_document_at_a_time(tmp_path, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
+        pytest.skip("the GPT-2 vocabulary: set TIKTOKEN_CACHE_DIR")
+    web(tmp_path, Hub(), monkeypatch, "gpt2", tokens=10 ** 6, val_tokens=10 ** 6)
+    enc = tiktoken.get_encoding("gpt2")
+    for split, raw in zip(("train", "val"), bins(tmp_path)):
+        expected = [i for row in Hub() if data.is_val(row["text"], 20) == (split == "val") for i in enc.encode_ordinary(row["text"]) + [50256]]
+        assert np.frombuffer(raw, np.uint16).tolist() == expected
 
 
 def test_gpt2_encoding_and_the_missing_network(tmp_path):
