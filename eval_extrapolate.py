@@ -6,7 +6,7 @@ Two protocols, both token-weighted, with per-token losses in float32 summed in f
 Both come from the same forward passes: stretches of the longest context, spread evenly over the validation text, are read in
 windows of every length L; `window` takes all positions, `last` the last training-context tokens of each stretch. So the tokens are the
 same at every length, and a model that ignores context gets the same value. The ratio is the perplexity over that at the training context; its standard error is paired, over blocks of training-context size.
-Results go to RUN/extrapolate.json after every length; what is already there is not computed again.
+Results go to RUN/extrapolate.json after every length; what is already there is not computed again. torchrun --nproc_per_node=N eval_extrapolate.py shares the windows among N processes.
 """
 import argparse
 import json
@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import data
 from data import die
 from model import load_model
-from train import device_name, pick_device, pick_dtype
+from train import device_name, join_ranks, leave_ranks, pick_dtype, ranks
 
 TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
 
@@ -48,14 +49,19 @@ def parse_lengths(text, train_context, longest):
 @torch.no_grad()
 def window_nll(model, tokens, starts, length, dtype=torch.float32, tick=lambda n, length: None):
     """Losses (nats) of the windows that begin at `starts`: -> (len(starts), length) float32; one forward per window, or per
-    batch of short ones. Column t is the loss of token start + t + 1 given tokens start ... start + t."""
-    device, rows, size = next(model.parameters()).device, [], max(1, TOKENS_AT_ONCE // length)
-    for i in range(0, len(starts), size):
-        chunk = torch.from_numpy(np.stack([tokens[s:s + length + 1] for s in starts[i:i + size]]).astype(np.int64)).to(device)
+    batch of short ones. Column t is the loss of token start + t + 1 given tokens start ... start + t. Ranks share the windows."""
+    device, size = next(model.parameters()).device, max(1, TOKENS_AT_ONCE // length)
+    rank, world = ranks()
+    nll = torch.zeros(len(starts), length, device=device)
+    mine, own = starts[rank::world], nll[rank::world]
+    for i in range(0, len(mine), size):
+        chunk = torch.from_numpy(np.stack([tokens[s:s + length + 1] for s in mine[i:i + size]]).astype(np.int64)).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            rows.append(model.nll(chunk[:, :-1], chunk[:, 1:]).float().cpu().numpy())
-        tick(chunk[:, 1:].numel(), length)
-    return np.concatenate(rows)
+            own[i:i + size] = model.nll(chunk[:, :-1], chunk[:, 1:])
+        tick(chunk[:, 1:].numel() * world, length)
+    if world > 1:
+        dist.all_reduce(nll)
+    return nll.cpu().numpy()
 
 
 def stretch_nll(model, tokens, starts, longest, length, **how):
@@ -116,10 +122,16 @@ class Progress:
     def tick(self, n_tokens, length):
         self.done += self.cost(n_tokens, length)
         now, tty = time.time(), sys.stderr.isatty()
-        if now - self.shown >= (1 if tty else 30):
-            self.shown, left = now, int((now - self.start) * (self.total / self.done - 1))
-            print(f"{self.label}: context {length:,}, {100 * self.done / self.total:.0f}%, ETA {left // 60}:{left % 60:02d}    ",
+        if now - self.shown >= (1 if tty else 30) and ranks()[0] == 0:
+            self.shown, left = now, (now - self.start) * (self.total / self.done - 1)
+            print(f"{self.label}: context {length:,}, {100 * self.done / self.total:.0f}%, ETA {data.clock(left)}    ",
                   end="\r" if tty else "\n", file=sys.stderr, flush=True)
+
+
+def say(*words, **how):
+    """Print, on one rank only."""
+    if ranks()[0] == 0:
+        print(*words, **how)
 
 
 EMPTY = dict.fromkeys(("nll", "ppl", "ratio", "stderr", "ratio_stderr", "seconds", "peak_mb")) | {"windows": 0, "tokens": 0}
@@ -127,7 +139,7 @@ EMPTY = dict.fromkeys(("nll", "ppl", "ratio", "stderr", "ratio_stderr", "seconds
 
 def evaluate(run, args):
     """Evaluate one run, write run/extrapolate.json after every length, print its table; -> the JSON's dict."""
-    device = torch.device(pick_device(args.device))
+    device = torch.device(args.device)
     dtype = pick_dtype("float32" if args.dtype == "auto" and device.type == "cpu" else args.dtype, device)
     model, saved = load_model(run / "ckpt.pt", device)
     config, out = saved["train_config"], run / "extrapolate.json"
@@ -145,7 +157,7 @@ def evaluate(run, args):
     # what an earlier call with the same settings has left is kept, but for the training context, the base of all ratios
     settings = {"pos": model.config.pos, "step": saved["step"], "train_context": block, "data": folder.name, "seed": config["seed"],
                 "params": model.num_params()[0], "dtype": str(dtype)[6:], "stretches": count, "longest": longest}
-    where, have, per_position = device_name(device), {}, []
+    where, have, per_position = f"{f'{ranks()[1]} x ' if ranks()[1] > 1 else ''}{device_name(device)}", {}, []
     try:
         old = json.loads(out.read_text())
         if all(old[name] == value for name, value in settings.items()):
@@ -153,9 +165,16 @@ def evaluate(run, args):
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     todo = [block] + [n for n in lengths if n != block and ("last", n) not in have]
+    say(f"\n{run.name}: {model.config.pos}, step {saved['step']:,}, trained at {block}; {folder}: {count} x {longest:,} of "
+        f"{len(val):,} validation tokens; {settings['dtype']} on {where}", end="", flush=True)
     progress, base = Progress(model, run.name, [(count * longest, n) for n in todo if n < len(val)]), None
-    print(f"\n{run.name}: {model.config.pos}, step {saved['step']:,}, trained at {block}; {folder}: {count} x {longest:,} of "
-          f"{len(val):,} validation tokens; {settings['dtype']} on {where}", flush=True)
+    rehearsal = min(max(n for n in todo if n < len(val)), 2048)
+    for _ in range(2):                                                       # the first starts kernels up
+        start = time.perf_counter()
+        window_nll(model, val, starts[:1], rehearsal, dtype)
+        seconds = (time.perf_counter() - start) * progress.total / progress.cost(rehearsal, rehearsal) / ranks()[1]
+    say(f", about {data.clock(seconds)}", flush=True)
+    progress.start = time.time()
     for n in todo:
         rows = {"last": {}, "window": {}}
         if n < len(val):
@@ -173,10 +192,12 @@ def evaluate(run, args):
         ordered = sorted(have.values(), key=lambda r: (r["protocol"], r["context"]))
         result = finite({"run": run.name} | settings | {"device": f"{where}, torch {torch.__version__}",
                                                         "rows": ordered, "per_position": per_position})
-        data.write_json(out, result)
-    if sys.stderr.isatty():
-        print(" " * 80, end="\r", file=sys.stderr, flush=True)                # over the progress line
-    table(result, lengths, len(val))
+        if ranks()[0] == 0:
+            data.write_json(out, result)
+    if ranks()[0] == 0:
+        if sys.stderr.isatty():
+            print(" " * 80, end="\r", file=sys.stderr, flush=True)            # over the progress line
+        table(result, lengths, len(val))
     return result
 
 
@@ -285,16 +306,19 @@ def main(argv=None):
         check_runs(runs)
         if args.plot:
             pyplot()                                                         # before the work, not after it
+        args.device, rank, world = join_ranks(args.device)
         results = [evaluate(run, args) for run in runs]
-        if len(results) > 1:
+        if rank == 0 and len(results) > 1:
             compare(results)
-        if args.plot:
+        if rank == 0 and args.plot:
             path = Path("out/extrapolation.png")
             path.parent.mkdir(exist_ok=True)
             plot(results, path)
             print(f"\n{path}")
     except (ValueError, OSError) as e:
         die(e)
+    if world > 1:
+        leave_ranks()
 
 
 if __name__ == "__main__":

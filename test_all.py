@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -944,21 +945,47 @@ def test_a_non_finite_gradient_or_validation_never_reaches_the_checkpoint(corpus
     assert "validation loss at step 4 is nan" in capsys.readouterr().err and weights(tmp_path / "run")[0]["step"] == 2
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_two_ranks_train_like_one(corpus, tmp_path, monkeypatch):
-    """Two gloo processes, as torchrun starts them: one process's losses and gradients, one writer, resume on another world size."""
+distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+
+@pytest.fixture
+def two_ranks():
+    """-> function that starts a script as two gloo processes, the way torchrun does; none outlives the test."""
+    started = []
+
+    def start(script, *args):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        started.extend(subprocess.Popen([sys.executable, HERE / script, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                        env={**os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                                             "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}) for r in (0, 1))
+        return started
+    yield start
+    for p in started:
+        p.kill()
+
+
+def finish(ranks, timeout=120):
+    printed = [p.communicate(timeout=timeout) for p in ranks]
+    assert [p.returncode for p in ranks] == [0, 0], printed
+    return printed
+
+
+def wait_for(path, seconds=60):
+    deadline = time.time() + seconds
+    while not path.exists() and time.time() < deadline:
+        time.sleep(0.1)
+
+
+@distributed
+def test_two_ranks_train_like_one(corpus, tmp_path, monkeypatch, capsys, two_ranks):
+    """One process's losses and gradients, one writer, resume on another world size."""
     flags = ["--gradient_accumulation_steps", 2, "--batch_size", 4, "--eval_interval", 3]
     assert run_train(corpus, tmp_path / "one", *flags, "--max_iters", 6) == 0
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    ranks = [subprocess.Popen([sys.executable, HERE / "train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path / "two", *map(str, flags), "--max_iters", "6"],
-                              env={**os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                                   "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
-    printed = [p.communicate(timeout=120) for p in ranks]
-    assert [p.returncode for p in ranks] == [0, 0], printed
+    printed = finish(two_ranks("train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path / "two", *flags, "--max_iters", 6))
     assert "step 6/6" in printed[0][0] and printed[1][0] == ""
-    for key in ("loss", "grad_norm", "val_loss"):                          # Adam would hide a wrong scale of the gradient
+    for key in ("loss", "grad_norm", "val_loss"):
         one, two = losses(tmp_path / "one", key), losses(tmp_path / "two", key)
         assert one.keys() == two.keys() and all(abs(one[s] - two[s]) < 1e-5 for s in one), key
     for out in ("one", "two"):
@@ -967,12 +994,58 @@ def test_two_ranks_train_like_one(corpus, tmp_path, monkeypatch):
     assert list(two) == list(range(1, 9)) and abs(one[8] - two[8]) < 1e-5
     (a, _), (b, _) = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert a["model"].keys() == b["model"].keys()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    with pytest.raises(ValueError, match="3 ranks"):
-        train.join_ranks(train.TrainConfig(batch_size=4, device="cpu"))
+    monkeypatch.setattr(train, "ranks", lambda: (0, 3))
+    assert run_train(corpus, tmp_path / "three", *flags) == 2 and "4 x 2 sequences per step cannot be shared by 3 ranks" in capsys.readouterr().err
+
+
+@distributed
+def test_gradients_of_two_ranks_equal_one_process(corpus, tmp_path, two_ranks):
+    """Unclipped, with accumulation: after one step AdamW's first moment is 0.1 times the gradient (its update would hide the scale)."""
+    flags = ["--gradient_accumulation_steps", 4, "--batch_size", 2, "--max_iters", 1, "--grad_clip", 0, "--beta1", 0.9]
+    assert run_train(corpus, tmp_path / "one", *flags) == 0
+    finish(two_ranks("train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path / "two", *flags))
+    (a, _), (b, _) = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for i, one in a["optimizer"]["state"].items():
+        two, one = b["optimizer"]["state"][i]["exp_avg"], one["exp_avg"]
+        assert one.abs().max() > 0 and (one - two).abs().max() < 1e-6 * max(1, one.abs().max()), i
+
+
+@distributed
+@pytest.mark.parametrize("dies", [0, 1])
+def test_when_a_rank_dies_the_other_stops_with_an_error(corpus, tmp_path, two_ranks, dies):
+    ranks = two_ranks("train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path, "--max_iters", 10 ** 6, "--eval_interval", 5)
+    wait_for(tmp_path / "ckpt.pt")
+    ranks[dies].kill()
+    _, err = ranks[1 - dies].communicate(timeout=60)
+    assert ranks[1 - dies].returncode not in (0, None) and "gloo" in err, err        # gloo names the lost connection
+    saved, _ = weights(tmp_path)
+    assert saved["step"] % 5 == 0 and saved["step"] > 0
+
+
+@distributed
+def test_a_signal_to_one_rank_saves_and_stops_both(corpus, tmp_path, two_ranks):
+    ranks = two_ranks("train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path, "--max_iters", 10 ** 6, "--eval_interval", 5)
+    wait_for(tmp_path / "ckpt.pt")
+    ranks[1].send_signal(signal.SIGTERM)
+    printed = [p.communicate(timeout=60) for p in ranks]
+    assert [p.returncode for p in ranks] == [143, 143] and "continue with --resume" in printed[0][0], printed
+    saved, _ = weights(tmp_path)
+    assert f"saved step {saved['step']:,}" in printed[0][0]
+
+
+@distributed
+def test_two_ranks_evaluate_like_one(corpus, tmp_path, two_ranks):
+    assert run_train(corpus, tmp_path / "run", "--max_iters", 3) == 0
+    how = ["--lengths", "32,50,300", "--windows", 3]
+    eval_extrapolate.main([str(tmp_path / "run"), *map(str, how)])
+    one = json.loads((tmp_path / "run" / "extrapolate.json").read_text())
+    (tmp_path / "run" / "extrapolate.json").unlink()
+    printed = finish(two_ranks("eval_extrapolate.py", tmp_path / "run", *how))
+    two = json.loads((tmp_path / "run" / "extrapolate.json").read_text())
+    assert two["device"].startswith("2 x CPU") and "context" in printed[0][0] and printed[1] == ("", "")
+    for a, b in zip(one["rows"], two["rows"], strict=True):
+        assert {k: a[k] for k in ("context", "protocol", "windows", "tokens")} == {k: b[k] for k in ("context", "protocol", "windows", "tokens")}
+        assert abs(a["nll"] - b["nll"]) < 1e-6 and abs(a["ratio"] - b["ratio"]) < 1e-6
 
 
 def test_optimizer_groups_cover_every_parameter_once():

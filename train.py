@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import data
 from data import die
-from model import GPT, GPTConfig, is_positional, load_model
+from model import LOGITS_AT_ONCE, GPT, GPTConfig, is_positional, load_model
 from transport import SCHEMES
 
 PRESETS = {
@@ -30,11 +30,11 @@ PRESETS = {
     "small": dict(n_layer=8, n_head=6, n_embd=384, data="stdlib", block_size=512, batch_size=32, max_iters=2000,
                   learning_rate=1e-3, min_lr=1e-4, warmup_iters=100),
     "paper": dict(n_layer=16, n_head=12, n_embd=768, data="openwebtext", block_size=512, batch_size=64,
-                  gradient_accumulation_steps=16, max_iters=10000, learning_rate=6e-4, min_lr=6e-5, warmup_iters=500),
+                  gradient_accumulation_steps=16, max_tokens=3e9, eval_iters=100, learning_rate=6e-4, min_lr=6e-5, warmup_iters=500),
 }
 # dense bf16 peak, TFLOP/s, by a word in the device's name; no MFU is shown for other devices
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "4090": 165, "3090": 71}
-EVAL_SEED = 2 ** 32 - 1   # validation batches are the same for every run, whatever its seed
+EVAL_SEED, EVAL_BATCH = 2 ** 32 - 1, 16   # validation batches are the same for every run, whatever its seed and its micro-batches
 
 
 def option(default, text):
@@ -50,6 +50,7 @@ class TrainConfig:
     batch_size: int = option(32, "sequences per micro-batch")
     gradient_accumulation_steps: int = option(1, "micro-batches per step")
     max_iters: int = option(1000, "steps in all")
+    max_tokens: float = option(0, "tokens to train on in all, in place of max_iters (0: as max_iters says)")
     learning_rate: float = option(2e-3, "peak of the cosine schedule")
     min_lr: float = option(2e-4, "its end")
     warmup_iters: int = option(50, "steps of linear warm-up")
@@ -58,7 +59,7 @@ class TrainConfig:
     beta2: float = option(0.95, "AdamW")
     grad_clip: float = option(1.0, "largest gradient norm (0: no clipping)")
     eval_interval: int = option(250, "steps between validations and saves (0: only at the end)")
-    eval_iters: int = option(20, "validation batches")
+    eval_iters: int = option(20, f"validation batches of {EVAL_BATCH} sequences")
     log_interval: int = option(10, "steps between log lines")
     seed: int = option(1, "of initial weights and of the order of the data")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is one")
@@ -71,6 +72,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.eval_interval < 0 or self.seed < 0:
             raise ValueError("eval_interval and seed must not be negative")
+        if self.max_tokens:
+            self.max_iters = math.ceil(self.max_tokens / (self.batch_size * self.gradient_accumulation_steps * self.block_size))
 
 
 def parse_args(argv=None):
@@ -86,6 +89,8 @@ def parse_args(argv=None):
             group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=f"{f.metadata['help']} (default: {f.default})", **kind)
     given = vars(parser.parse_args(argv))
     resume = given.pop("resume")
+    if "max_iters" in given:
+        given.setdefault("max_tokens", 0)
     preset = given.get("preset", "auto")
     if preset == "auto":
         ready = torch.cuda.is_available() and Path("data/openwebtext/train.bin").exists()
@@ -166,6 +171,38 @@ def flops_per_token(model, block_size):
     return 6 * weights + 12 * c.n_layer * c.n_embd * block_size
 
 
+def device_memory(device):
+    """Bytes of memory that the device has in all."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):                            # no such question here
+        return math.inf
+
+
+def training_memory(model, block_size, autocast):
+    """-> function from the sequences in a micro-batch to the bytes that a training step takes.
+
+    Weights, gradients and AdamW's moments; a chunk of logits; and what the layers keep for the backward pass, counted in a
+    forward pass of one sequence and of two, for any scheme. torch.compile keeps less.
+    """
+    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+
+    def kept(batch):
+        held = {}
+        def pack(t):
+            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast():
+            x = model.hidden(torch.zeros(batch, block_size, dtype=torch.int64, device=model.wte.weight.device))
+        return sum(size for pointer, size in held.items() if pointer not in weights) + x.nbytes   # x keeps the graph alive till here
+    one, two = kept(1), kept(2)
+    state = sum(16 * p.numel() for p in model.parameters())
+    logits = lambda batch: 16 * min(LOGITS_AT_ONCE, batch * block_size * model.config.vocab_size)
+    return lambda batch: state + one + (two - one) * (batch - 1) + logits(batch)
+
+
 def save(path, **state):
     """Write a checkpoint beside `path`, flush it to disk, then rename: whatever happens, `path` is whole."""
     partial = Path(f"{path}.partial")
@@ -185,18 +222,27 @@ def to_device(arrays, device):
     return [t.pin_memory().to(device, non_blocking=True) if "cuda" in device else t.to(device) for t in tensors]
 
 
-def join_ranks(config):
-    """Under torchrun: join the process group and take this rank's GPU. -> rank, world size (0, 1 without torchrun)."""
-    if "RANK" not in os.environ:
-        return 0, 1
-    if pick_device(config.device) == "cuda":
-        config.device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(config.device)
-    dist.init_process_group("nccl" if "cuda" in config.device else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if config.batch_size * config.gradient_accumulation_steps % world:
-        raise ValueError(f"{config.batch_size} x {config.gradient_accumulation_steps} sequences per step cannot be shared by {world} ranks")
-    return rank, world
+def ranks():
+    """-> rank and world size of this process: 0 and 1 without torchrun."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def join_ranks(device):
+    """Under torchrun: join the process group, with a GPU for each rank. -> device, rank, world size."""
+    device = pick_device(device)
+    if "RANK" in os.environ:
+        if device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if "cuda" in device else "gloo")
+    return device, *ranks()
+
+
+def leave_ranks(code=0):
+    """End this rank when all are done, without tearing down gloo's threads: one exit in ten aborts there."""
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def main(argv=None):
@@ -216,8 +262,10 @@ def main(argv=None):
             config = replace(TrainConfig(**saved["train_config"]), **given | {"out_dir": config.out_dir})
         elif ckpt.exists():
             raise ValueError(f"{ckpt} exists: --resume continues it; choose another --out_dir, or delete it to start again")
-        rank, world = join_ranks(config)
-        device = pick_device(config.device)
+        device, rank, world = join_ranks(config.device)
+        sequences = config.batch_size * config.gradient_accumulation_steps   # of a step, over all ranks and micro-batches
+        if sequences % world:
+            raise ValueError(f"{config.batch_size} x {config.gradient_accumulation_steps} sequences per step cannot be shared by {world} ranks")
         dtype = pick_dtype(config.dtype, device)
         if rank == 0:
             data.find(config.data)                                           # one rank prepares the default corpus
@@ -255,10 +303,26 @@ def main(argv=None):
         run = DistributedDataParallel(run, device_ids=[device] if "cuda" in device else None)
     say = print if rank == 0 else lambda *a, **kw: None                      # one rank prints and writes
     autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16)
-    tokens_per_step = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    alone = lambda: run.no_sync() if world > 1 else nullcontext()            # a backward pass whose gradients stay on this rank
+    tokens_per_step = sequences * config.block_size
     where = device_name(device)
     peak = next((p * 1e12 for word, p in PEAK_TFLOPS.items() if word in where), None)
     total, positional = model.num_params()
+
+    # -- what it will take: micro-batches that fit the device, and a rehearsal of one for the time
+    need, room = training_memory(model, config.block_size, autocast), device_memory(device)
+    while "batch_size" not in given and config.batch_size % 2 == 0 and 1.1 * need(config.batch_size) > room:
+        config.batch_size, config.gradient_accumulation_steps = config.batch_size // 2, config.gradient_accumulation_steps * 2
+    micro = torch.zeros(config.batch_size, config.block_size, dtype=torch.int64, device=device)
+    for _ in range(2 if use_compile or "cuda" in device else 1):             # the first compiles, or starts kernels up
+        started = time.perf_counter()
+        with alone():
+            with autocast():
+                loss = run(micro, micro)[1]
+            loss.backward()
+        loss.item()                                                          # waits for the device
+        seconds = (time.perf_counter() - started) * tokens_per_step / micro.numel() / world
+    optimizer.zero_grad(set_to_none=True)
 
     def log(**entry):
         log_file.write(json.dumps(entry) + "\n")
@@ -269,7 +333,9 @@ def main(argv=None):
     say(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters "
         f"({positional:,} positional), context {config.block_size}, {folder}\n"
         f"{f'{world} x ' if world > 1 else ''}{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, "
-        f"{tokens_per_step:,} tokens per step, {config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}", flush=True)
+        f"{tokens_per_step:,} tokens per step, {config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}\n"
+        f"micro-batches of {config.batch_size}: about {need(config.batch_size) / 1e9:.1f} GB of {room / 1e9:.0f} GB"
+        f"{' a process' if world > 1 else ''}, and {data.clock(seconds * (config.max_iters - step))} in all", flush=True)
 
     def over_ranks(value, op=dist.ReduceOp.SUM):
         """Sum (or maximum) of a number over all ranks."""
@@ -285,7 +351,7 @@ def main(argv=None):
         model.eval()
         total = 0.0
         for i in range(rank, config.eval_iters, world):
-            x, y = to_device(data.batch(val_tokens, i, EVAL_SEED, batch_size=config.batch_size, block_size=config.block_size), device)
+            x, y = to_device(data.batch(val_tokens, i, EVAL_SEED, batch_size=EVAL_BATCH, block_size=config.block_size), device)
             with autocast():
                 total += model(x, y)[1].item()
         model.train()
@@ -323,15 +389,14 @@ def main(argv=None):
         lr = learning_rate(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        x, y = data.batch(train_tokens, step, config.seed, rank, world, block_size=config.block_size,
-                          batch_size=config.batch_size * config.gradient_accumulation_steps)
+        x, y = data.batch(train_tokens, step, config.seed, rank, world, block_size=config.block_size, batch_size=sequences)
         if max(x.max(), y.max()) >= model_config.vocab_size:
             die(f"{folder}/train.bin holds a token id {max(x.max(), y.max()):,}, beyond the vocabulary of {model_config.vocab_size:,}")
         x, y = to_device((x, y), device)
         loss_sum, done = 0.0, 0
         for micro_x, micro_y in zip(x.split(config.batch_size), y.split(config.batch_size)):
             done += len(micro_x)
-            with run.no_sync() if world > 1 and done < len(x) else nullcontext():   # gradients meet in the last backward
+            with alone() if done < len(x) else nullcontext():                # gradients meet in the last backward
                 with autocast():
                     loss = run(micro_x, micro_y)[1] * (len(micro_x) / len(x))
                 loss.backward()
@@ -351,9 +416,8 @@ def main(argv=None):
             seconds = (time.perf_counter() - started) / (step - timed)
             rate = tokens_per_step / seconds
             mfu = f" | MFU {100 * rate * flops_per_token(model, config.block_size) / peak:.1f}%" if peak else ""
-            eta = int(seconds * (config.max_iters - step))
             say(f"step {step:,}/{config.max_iters:,} ({100 * step / config.max_iters:.0f}%) | loss {np.mean(losses):.4f} | lr {lr:.1e} | "
-                f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s{mfu} | ETA {eta // 60}:{eta % 60:02d}", flush=True)
+                f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s{mfu} | ETA {data.clock(seconds * (config.max_iters - step))}", flush=True)
             log(step=step, loss=float(np.mean(losses)), lr=lr, grad_norm=norm, ms=1000 * seconds, tokens_per_second=rate)
             losses, started, timed = [], time.perf_counter(), step
         if last or config.eval_interval and step % config.eval_interval == 0:
@@ -371,9 +435,7 @@ def main(argv=None):
         say(f"signal {stop[0]}: saved step {step:,}; continue with --resume --out_dir {out}", flush=True)
     code = 128 + stop[0] if stop else 0
     if world > 1:
-        dist.barrier()                                                       # no rank leaves before the writer is done
-        sys.stdout.flush()
-        os._exit(code)                                                       # one exit in ten aborts when Python tears down gloo's threads
+        leave_ranks(code)
     if code:
         raise SystemExit(code)
 
