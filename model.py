@@ -70,6 +70,14 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def in_chunks(f, x, y, rows):
+    """f of `rows` rows of x and y at a time, joined."""
+    return torch.cat([f(x[i:i + rows], y[i:i + rows]) for i in range(0, len(y), rows)])
+
+
+in_chunks_not_compiled = torch.compiler.disable(in_chunks)   # torch.compile would unroll the loop, anew for every length
+
+
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -118,9 +126,13 @@ class GPT(nn.Module):
         """
         x, y = self.hidden(idx).flatten(0, 1), targets.flatten()
         rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
-        chunk = self._chunk_nll if len(y) <= rows or not torch.is_grad_enabled() else \
-            lambda *a: checkpoint(self._chunk_nll, *a, use_reentrant=False)
-        return torch.cat([chunk(x[i:i + rows], y[i:i + rows]) for i in range(0, len(y), rows)]).view(targets.shape)
+        if len(y) <= rows:
+            nll = self._chunk_nll(x, y)
+        elif torch.is_grad_enabled():
+            nll = in_chunks(lambda *a: checkpoint(self._chunk_nll, *a, use_reentrant=False), x, y, rows)
+        else:
+            nll = in_chunks_not_compiled(self._chunk_nll, x, y, rows)
+        return nll.view(targets.shape)
 
     def _chunk_nll(self, x, y):
         logits = F.linear(x, self.wte.weight)

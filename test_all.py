@@ -12,12 +12,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -506,6 +508,37 @@ def test_compiled_equals_eager(pos, autocast):
     assert (grads[0] - grads[1]).norm() / grads[0].norm() < (2e-2 if autocast else 1e-5)
 
 
+def test_compile_and_autocast_leave_phases_alone():
+    """Phases of tables, and of steps from the layer's input through the attention they drive, at 2,048 tokens: bfloat16 steps would be off by 0.1."""
+    if not train.can_compile("cpu"):
+        pytest.skip("torch.compile needs a C++ compiler")
+    torch._dynamo.reset()
+    shared, layer = tiny("accum_qkv").transport, tiny("hidden_qkv", n_layer=1).h[0].attn.transport
+    q, k, v = randn(3, 1, 2, 2048, 16, dtype=torch.float32)
+    x = F.layer_norm(randn(1, 2048, 32, dtype=torch.float32, seed=5), (32,))
+
+    @torch.no_grad()
+    def run(idx, x):
+        return *shared(idx)[0], layer(q, k, v, x, (None, None))
+    expected = run(ids(1, 2048), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.compile(run)(ids(1, 2048), x)
+    for a, b in zip(expected, got):
+        assert a.dtype == b.dtype == torch.float32 and (a - b).abs().max() < 2e-5 * a.abs().max()
+
+
+@pytest.mark.parametrize("pos,vocab", [("rope", 64), ("accum_qkv+alibi", 64), ("hidden_qkv+fox", 64), ("accum_qkv", 50304)])
+def test_nine_lengths_compile_few_graphs(pos, vocab):
+    """Symbolic lengths: one graph for the first length, one for all others, two around the loss in chunks of a large vocabulary."""
+    torch._dynamo.reset()
+    model, counter = tiny(pos, n_layer=1, vocab_size=vocab), CompileCounter()
+    run = torch.compile(model.nll, backend=counter)
+    with torch.no_grad():
+        for T in (16 * 2 ** i for i in range(9)):
+            assert (run(ids(1, T), ids(1, T, seed=1)) - model.nll(ids(1, T), ids(1, T, seed=1))).abs().max() < 1e-5, T
+    assert counter.frame_count <= (2 if vocab == 64 else 5)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # model.py
 
@@ -946,6 +979,57 @@ def test_a_non_finite_gradient_or_validation_never_reaches_the_checkpoint(corpus
 
 
 distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+
+def test_tokens_to_train_on_set_the_steps(corpus, tmp_path):
+    args = ["--out_dir", str(tmp_path), "--data", str(corpus)]
+    steps = lambda *flags: train.parse_args([*args, *map(str, flags)])[1].max_iters
+    assert steps("--preset", "paper") == math.ceil(3e9 / 2 ** 19) == 5723       # 20 tokens per parameter
+    assert steps("--preset", "paper", "--batch_size", 32) == 11445 and steps("--preset", "paper", "--max_iters", 7) == 7
+    assert steps("--preset", "tiny", "--max_tokens", 1e5) == 25 and steps("--preset", "tiny") == 1200
+    assert run_train(corpus, tmp_path, "--max_tokens", 1000) == 0               # 4 steps of 256
+    assert run_train(corpus, tmp_path, "--max_iters", 6, "--resume") == 0 and list(losses(tmp_path)) == list(range(1, 7))
+
+
+def test_micro_batches_shrink_to_fit_the_device(corpus, tmp_path, monkeypatch, capsys):
+    """The same sequences per step and the same losses; a batch size given by hand stays."""
+    flags = [f for pair in zip(SMALL[::2], SMALL[1::2]) if pair[0] != "--batch_size" for f in pair] + ["--data", str(corpus), "--max_iters", "3"]
+    train.main([*flags, "--out_dir", str(tmp_path / "whole")])
+    monkeypatch.setattr(train, "device_memory", lambda device: 1.1 * train.training_memory(tiny("accum_qkv", n_layer=1), 32, nullcontext)(4))
+    train.main([*flags, "--out_dir", str(tmp_path / "small")])
+    assert weights(tmp_path / "whole")[0]["train_config"]["batch_size"] == 16
+    small = weights(tmp_path / "small")[0]["train_config"]
+    assert small["batch_size"] < 16 and small["batch_size"] * small["gradient_accumulation_steps"] == 16
+    assert f"micro-batches of {small['batch_size']}:" in capsys.readouterr().out
+    a, b = losses(tmp_path / "whole"), losses(tmp_path / "small")
+    assert all(abs(a[i] - b[i]) < 1e-5 for i in a)
+    assert losses(tmp_path / "whole", "val_loss")[3] == pytest.approx(losses(tmp_path / "small", "val_loss")[3], abs=1e-5)
+    train.main([*flags, "--out_dir", str(tmp_path / "hand"), "--batch_size", "16"])
+    assert weights(tmp_path / "hand")[0]["train_config"]["batch_size"] == 16
+
+
+@pytest.mark.parametrize("pos", ["rope", "accum_qkv", "path+fox"])
+def test_training_memory_counts_what_autograd_keeps(pos):
+    """Against a plain sum over the graph of three sequences."""
+    model, held = tiny(pos, n_layer=2, n_head=2, n_embd=128), {}
+    need = train.training_memory(model, 64, nullcontext)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.setdefault(id(t), t), lambda t: t):
+        x = model.hidden(ids(3, 64))
+    weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.values()}
+    expected = sum(n for pointer, n in storages.items() if pointer not in weights) + x.nbytes
+    parameters = sum(p.numel() for p in model.parameters())
+    assert need(3) == pytest.approx(16 * parameters + expected + 16 * 3 * 64 * 64, rel=0.02)
+
+
+@pytest.mark.parametrize("pos", ["rope", "random_qkv", "hidden_qkv+alibi", "householder_qkv", "path+fox", "accum_qkv+fox"])
+def test_every_kind_of_scheme_takes_a_step_at_the_papers_width(pos):
+    """One layer of the paper's model under bfloat16 autocast, 512 tokens of the GPT-2 vocabulary."""
+    model = GPT(GPTConfig(pos=pos, n_layer=1))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids(1, 512, vocab=50257), ids(1, 512, seed=1, vocab=50257))[1]
+    loss.backward()
+    assert 10 < loss.item() < 12 and all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.fixture

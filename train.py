@@ -112,6 +112,8 @@ def pick_device(name):
     try:
         kind = torch.device(name).type
     except RuntimeError:
+        kind = None
+    if kind not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {name}: cpu, cuda or cuda:N")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: this machine has no CUDA device, or torch was built without CUDA")
@@ -300,7 +302,7 @@ def main(argv=None):
     use_compile = ("cuda" in device if config.compile is None else config.compile) and can_compile(device)
     run = torch.compile(model) if use_compile else model
     if world > 1:
-        run = DistributedDataParallel(run, device_ids=[device] if "cuda" in device else None)
+        run = DistributedDataParallel(run, device_ids=[device] if "cuda" in device else None, broadcast_buffers=False)
     say = print if rank == 0 else lambda *a, **kw: None                      # one rank prints and writes
     autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     alone = lambda: run.no_sync() if world > 1 else nullcontext()            # a backward pass whose gradients stay on this rank
@@ -415,7 +417,7 @@ def main(argv=None):
         if step % config.log_interval == 0 or last:
             seconds = (time.perf_counter() - started) / (step - timed)
             rate = tokens_per_step / seconds
-            mfu = f" | MFU {100 * rate * flops_per_token(model, config.block_size) / peak:.1f}%" if peak else ""
+            mfu = f" | MFU {100 * rate * flops_per_token(model, config.block_size) / peak / world:.1f}%" if peak else ""
             say(f"step {step:,}/{config.max_iters:,} ({100 * step / config.max_iters:.0f}%) | loss {np.mean(losses):.4f} | lr {lr:.1e} | "
                 f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s{mfu} | ETA {data.clock(seconds * (config.max_iters - step))}", flush=True)
             log(step=step, loss=float(np.mean(losses)), lr=lr, grad_norm=norm, ms=1000 * seconds, tokens_per_second=rate)

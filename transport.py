@@ -157,8 +157,7 @@ def attend(q, k, v, phase=None, rotate_values=False, key_bias=None, cache=None):
     the phase is then that of the new tokens, the key bias that of all keys.
     -> (B, H, T, d). Any T, float64 to bfloat16, differentiable; memory O(T d) on fused kernels. Raises ValueError on bad shapes.
     """
-    d, T = q.size(-1), q.size(-2)
-    check_cache(cache, T)
+    d, one_more = q.size(-1), holds_keys(cache, q.size(-2))
     if phase is not None:
         cos, sin = cos_sin(phase)
         q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
@@ -173,15 +172,17 @@ def attend(q, k, v, phase=None, rotate_values=False, key_bias=None, cache=None):
         q = F.pad(q, (0, BIAS_CHANNELS), value=e)                           # (B, H, T, d + 8)
         k = torch.cat((k, parts.to(k.dtype).expand(k.size(0), -1, -1, -1)), dim=-1)
         v = F.pad(v, (0, BIAS_CHANNELS))                                    # fused kernels want equal head dims
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=T == k.size(-2), scale=d ** -0.5)[..., :d]
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=not one_more, scale=d ** -0.5)[..., :d]
     if phase is not None and rotate_values:
         o = rotate(o, (cos, -sin))                                          # decode: C_i
     return o
 
 
-def check_cache(cache, T):
+def holds_keys(cache, T):
+    """Is this a later call with a cache? Raises ValueError if it is and brings more than one token."""
     if cache and "k" in cache and T != 1:
         raise ValueError(f"with {cache['k'].size(-2)} keys in the cache only one token can follow, got {T}")
+    return bool(cache) and "k" in cache
 
 
 def extend(cache, name, new, dim=-2):
@@ -260,13 +261,13 @@ def path_attention(q, k, v, w, beta, log_forget=None, key_bias=None, cache=None,
     B, H, T, d = q.shape
     if w.shape != q.shape or beta.shape != q.shape[:3]:
         raise ValueError(f"path_attention: w {tuple(w.shape)} and beta {tuple(beta.shape)} do not fit q {tuple(q.shape)}")
-    check_cache(cache, T)
+    one_more = holds_keys(cache, T)
     if log_forget is not None:
         key_bias = forget_bias(log_forget, cache)
     low, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     n_parts = 8 if wide == torch.float64 else 4
     with torch.autocast(q.device.type, enabled=False):
-        if cache and "k" in cache:                                          # one token: carry all cached keys by its step
+        if one_more:                                                        # one token: carry all cached keys by its step
             u = w.to(wide)
             cache["k"] = cache["k"] - (cache["k"] @ u.mT) * beta.to(wide)[..., None] @ u
             return attend(q.to(wide), k.to(wide), v.to(wide), key_bias=key_bias, cache=cache).to(low)
