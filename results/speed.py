@@ -1,29 +1,34 @@
-"""Cost and precision of every scheme, behind the README's figures:  python results/speed.py [steps|memory|rows ...]
+"""Cost and precision of every scheme, behind the README's figures:  python results/speed.py [steps|memory|rows|full|gpu ...]
 
   steps   time of a training step of the tiny preset: median over interleaved steps, as a ratio to rope's
   memory  one forward of 16,384 / 32,768 / 65,536 tokens (one layer, one head of 64): peak resident memory over that of a short
           forward, and time as a ratio to the bare calls (SDPA and matmuls of the same sizes) measured in the same process
   rows    attention alone at 65,536 tokens, one head of 64: time as a ratio to bare SDPA, and the relative error of the last 64
           rows against a float64 recursion, step by step
-Writes results/speed.json.
+  full    one forward of 65,536 tokens through the paper's model (16 x 768, GPT-2 vocabulary): seconds, as a ratio to the bare calls
+          of the same sizes, and peak memory, weights included; not among the default ones, since it takes minutes on a GPU, half an hour on CPU
+  gpu     the paper preset on synthetic tokens, 60 steps a scheme: tokens per second, MFU, peak memory; needs CUDA
+Writes results/speed.json; full and gpu on CUDA write results/gpu.json.
 """
 import json
 import math
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 import train
 import transport
 from eval_extrapolate import peak_mb
-from model import GPT, GPTConfig
+from model import LOGITS_AT_ONCE, GPT, GPTConfig
 
 # random_* run the code of accum_*
 POS = ["rope", "rope_qkv", "nope", "accum_qk", "accum_qkv", "hidden_qk", "hidden_qkv", "householder_qk", "householder_qkv", "path",
@@ -168,23 +173,92 @@ def rows(T=65536, d=64, n=64):
     return out
 
 
+@torch.no_grad()
+def full_of(pos, T, n_layer=16):
+    """-> seconds of one forward of T tokens, its ratio to the bare calls, and peak MB. Runs in a process of its own."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(pos=pos, n_layer=n_layer)).to(device)
+    c, idx = model.config, torch.randint(0, 50257, (1, T + 1), device=device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def timed(f):
+        wait()
+        return seconds(lambda: (f(), wait()))
+
+    def forward(n):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            model.nll(idx[:, :n], idx[:, 1:n + 1])
+    forward(64)
+    peak_mb(device, reset=True)
+    time_model = timed(lambda: forward(T))
+    peak = peak_mb(device)
+    q, k, v = torch.randn(3, 1, c.n_head, T, c.n_embd // c.n_head, device=device, dtype=dtype)
+    x = torch.randn(T, 4 * c.n_embd, device=device, dtype=dtype)
+    layer = [torch.randn(a * c.n_embd, b * c.n_embd, device=device, dtype=dtype) for a, b in ((1, 3), (1, 1), (1, 4), (4, 1))]
+    head, rows = torch.randn(c.n_embd, c.vocab_size, device=device, dtype=dtype), LOGITS_AT_ONCE // c.vocab_size
+    sdpa = timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    matmul = timed(lambda: [x[:, :w.size(0)] @ w for w in layer])
+    logits = timed(lambda: [x[i:i + rows, :c.n_embd] @ head for i in range(0, T, rows)])
+    bare = c.n_layer * (sdpa + matmul) + logits
+    return {"context": T, "layers": c.n_layer, "dtype": str(dtype)[6:], "seconds": round(time_model, 1), "bare_seconds": round(bare, 1),
+            "ratio": round(time_model / bare, 3), "sdpa_share": round(c.n_layer * sdpa / bare, 3), "peak_mb": peak}
+
+
+def train_of(pos, *flags):
+    """-> a run of the paper preset on random tokens, 60 steps (or as the flags say): what its log says of the last steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        for split, n in (("train", 20), ("val", 2)):
+            np.random.default_rng(0).integers(0, 50257, n * 10 ** 6, dtype=np.uint16).tofile(Path(folder) / f"{split}.bin")
+        train.main(["--preset", "paper", "--pos", pos, "--data", folder, "--out_dir", f"{folder}/run", "--max_iters", "60", "--eval_interval", "0",
+                    "--eval_iters", "1", *flags])
+        entries = [json.loads(line) for line in open(f"{folder}/run/log.jsonl")]
+    config, steps_ = entries[0], [e for e in entries if "tokens_per_second" in e]
+    rate = max(e["tokens_per_second"] for e in steps_[1:] or steps_)
+    model = GPT(GPTConfig(**config["model_config"]))
+    peak = next((p for word, p in train.PEAK_TFLOPS.items() if word in config["device"]), None)
+    mfu = rate * train.flops_per_token(model, config["train_config"]["block_size"]) / 1e12 / peak if peak else None
+    return {"tokens_per_second": round(rate), "mfu": mfu and round(mfu, 3), "micro_batch": config["train_config"]["batch_size"],
+            "peak_mb": peak_mb(torch.device("cuda")) if torch.cuda.is_available() else None, "loss": round(steps_[-1]["loss"], 3)}
+
+
+def in_process(*args):
+    """The last line that this script prints when called with args, as JSON."""
+    result = subprocess.run([sys.executable, __file__, *map(str, args)], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 def main():
-    if len(sys.argv) == 4 and sys.argv[1] == "one":
+    if sys.argv[1:2] == ["one"]:
         return print(json.dumps(memory_of(sys.argv[2], int(sys.argv[3]))))
+    if sys.argv[1:2] == ["full_one"]:
+        return print(json.dumps(full_of(sys.argv[2], *map(int, sys.argv[3:]))))
+    if sys.argv[1:2] == ["train_one"]:
+        return print("\n" + json.dumps(train_of(*sys.argv[2:])))
     wanted, path = sys.argv[1:] or ["steps", "memory", "rows"], HERE / "speed.json"
+    if torch.cuda.is_available() and set(wanted) & {"full", "gpu"}:
+        path = HERE / "gpu.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), platform.processor())
-    result["machine"] = f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}"
+    where = torch.cuda.get_device_name() if path.stem == "gpu" else f"{cpu}, {torch.get_num_threads()} threads"
+    result["machine"] = f"{where}, torch {torch.__version__}, Python {platform.python_version()}"
     if "steps" in wanted:
         result["step"] = {"eager": steps(False)} | ({"compiled": steps(True)} if train.can_compile("cpu") else {})
     if "memory" in wanted:
         result["forward"] = {}
         for pos in POS:
-            result["forward"][pos] = {T: json.loads(subprocess.run([sys.executable, __file__, "one", pos, str(T)], capture_output=True, text=True, check=True).stdout)
-                                      for T in (16384, 32768, 65536)}
+            result["forward"][pos] = {T: in_process("one", pos, T) for T in (16384, 32768, 65536)}
             print(pos, result["forward"][pos], flush=True)
     if "rows" in wanted:
         result["attention"] = rows()
+    for name, mode, schemes, args in (("gpu", "train_one", ["rope", "accum_qkv", "accum_qkv+alibi", "path"], []),
+                                      ("full", "full_one", ["accum_qkv"] if path.stem == "speed" else ["rope", "accum_qkv", "accum_qkv+alibi", "path"], [65536])):
+        if name in wanted:
+            result[name] = {}
+            for pos in schemes:
+                result[name][pos] = in_process(mode, pos, *args)
+                print(pos, result[name][pos], flush=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
