@@ -264,7 +264,8 @@ def find(data):
         if (folder / "train.bin").exists() or (folder / "val.bin").exists():
             return folder
     if data != "stdlib":
-        raise ValueError(f"no data set {data}: neither {data}/train.bin nor data/{data}/train.bin exists; python data.py makes one")
+        make = "openwebtext" if data == "openwebtext" else "PATH... --name NAME"
+        raise ValueError(f"no data set {data}: neither {data}/train.bin nor data/{data}/train.bin exists; make it with python data.py {make}")
     meta = prepare(lambda start: stdlib_documents(), Path("data/stdlib"), "bytes", f"Python {platform.python_version()} standard library")
     print(f"data/stdlib: {meta['source']} as bytes, {meta['train_tokens']:,} + {meta['val_tokens']:,} tokens")
     return Path("data/stdlib")

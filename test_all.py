@@ -942,6 +942,14 @@ def test_a_full_disk_during_a_save_leaves_the_last_checkpoint(corpus, tmp_path, 
     assert weights(tmp_path / "run")[0]["step"] == 2 and not list((tmp_path / "run").glob("*.partial"))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_under_the_log_is_one_line(corpus, tmp_path, capsys):
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    assert run_train(corpus, tmp_path, "--max_iters", 4) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "log.jsonl" in err and "No space left" in err
+
+
 def test_sigterm_saves_and_exits(corpus, tmp_path):
     process = subprocess.Popen([sys.executable, HERE / "train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path / "run", "--max_iters", "100000"],
                                stdout=subprocess.PIPE, text=True)
@@ -958,7 +966,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_
     real, calls = GPT.nll, []
     def nll(self, *a):
         calls.append(self.training)
-        return real(self, *a) * (math.nan if sum(calls) > 6 else 1.0)
+        return real(self, *a) * (math.nan if sum(calls) > 7 else 1.0)     # the rehearsal and six steps
     monkeypatch.setattr(GPT, "nll", nll)
     assert run_train(corpus, tmp_path / "run", "--max_iters", 20, "--eval_interval", 4) == 1
     assert "step 7 is nan" in capsys.readouterr().err

@@ -326,9 +326,18 @@ def main(argv=None):
         seconds = (time.perf_counter() - started) * tokens_per_step / micro.numel() / world
     optimizer.zero_grad(set_to_none=True)
 
+    def fail(message):
+        last_good = f"{ckpt} is the last good checkpoint" if ckpt.exists() else "there is no checkpoint yet"
+        if rank == 0:
+            print(f"error: {message}; {last_good}", file=sys.stderr)
+        raise SystemExit(1)
+
     def log(**entry):
-        log_file.write(json.dumps(entry) + "\n")
-        log_file.flush()
+        try:
+            log_file.write(json.dumps(entry) + "\n")
+            log_file.flush()
+        except OSError as e:                                                 # such as a full disk
+            fail(f"{log_file.name} cannot be written: {e}")
 
     log(step=step, model_config=asdict(model_config), train_config=asdict(config), params=total, device=where,
         dtype=str(dtype)[6:], compile=use_compile, torch=torch.__version__)
@@ -358,12 +367,6 @@ def main(argv=None):
                 total += model(x, y)[1].item()
         model.train()
         return over_ranks(total) / config.eval_iters
-
-    def fail(message):
-        last_good = f"{ckpt} is the last good checkpoint" if ckpt.exists() else "there is no checkpoint yet"
-        if rank == 0:
-            print(f"error: {message}; {last_good}", file=sys.stderr)
-        raise SystemExit(1)
 
     def checkpoint_now():
         if rank:
