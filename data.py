@@ -37,7 +37,7 @@ def die(message):
 
 def clock(seconds):
     """Seconds -> "m:ss", or "h:mm:ss" from an hour on."""
-    minutes, s = divmod(int(seconds), 60)
+    minutes, s = divmod(max(0, int(seconds)), 60)
     return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
 
 
@@ -199,7 +199,7 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
             f.truncate(2 * state[split])
             f.seek(0, os.SEEK_END)
         rest = documents(max(0, state["documents"] - 1))
-        if state["documents"] and digest(next(rest, ("", b""))[1]) != state["last"]:
+        if state["documents"] and digest(last := next(rest, ("", b""))[1]) != state["last"]:
             raise ValueError(f"{source} is no longer what it was when this was interrupted: delete {note} to start again")
         with ThreadPoolExecutor(1) as pool:
             for batch in read_ahead(in_batches(rest), pool):
@@ -211,6 +211,8 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
                     state["documents"] += 1
                     if state["train"] == tokens:
                         break
+                if state["train"] == tokens:
+                    break
                 now, tty = time.time(), sys.stderr.isatty()
                 if resumable and now - saved >= SAVE_SECONDS:
                     for f in files.values():
@@ -222,13 +224,11 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
                     goal = f" of {tokens:,} ({100 * state['train'] / tokens:.1f}%), ETA {clock((tokens - state['train']) / max(rate, 1))}"
                     print(f"{out}: {state['train']:,}{goal if tokens < 2 ** 62 else ''} training tokens, {rate:,.0f} tok/s    ",
                           end="\r" if tty else "\n", file=sys.stderr, flush=True)
-                if state["train"] == tokens:
-                    break
         if state["documents"] == 1:
             ids, = encode([last])
-            state["val"] = max(1, len(ids) // 10)
-            state["train"] = len(ids) - state["val"]
-            for split, part in (("train", ids[:state["train"]]), ("val", ids[state["train"]:])):
+            state["val"] = min(max(1, len(ids) // 10), val_tokens)
+            state["train"] = min(len(ids) - state["val"], tokens)
+            for split, part in (("train", ids[:state["train"]]), ("val", ids[len(ids) - state["val"]:])):
                 files[split].seek(0), files[split].truncate(), files[split].write(part.tobytes())
         for f in files.values():
             f.close()
@@ -237,13 +237,14 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
                              f"from {state['documents']} documents: it needs more text")
         meta = {"encoding": name_of_encoding, "vocab_size": vocab_size, "train_tokens": state["train"],
                 "val_tokens": state["val"], "documents": state["documents"], "source": source}
+        write_json(out / "meta.json", meta)
+        if resumable:
+            note.unlink(missing_ok=True)                                     # from here on a kill means starting again
         for split, path in partial.items():
             os.replace(path, out / f"{split}.bin")
-        write_json(out / "meta.json", meta)
-        note.unlink(missing_ok=True)
         return meta
     finally:
-        if not note.exists():                                                # nothing to go on from
+        if not resumable or not note.exists():                               # nothing to go on from
             for path in partial.values():
                 path.unlink(missing_ok=True)
 
@@ -251,8 +252,13 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
 def write_json(path, value):
     """Write through a temporary name, so that the file is never seen half-written. Not-a-number and infinity become null."""
     partial = Path(f"{path}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
-    os.replace(partial, path)
+    try:
+        with partial.open("w") as f:
+            f.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+            f.flush(), os.fsync(f.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,7 +322,7 @@ def main():
     args = parser.parse_args()
     stdlib, web = args.paths == ["stdlib"], args.paths == ["openwebtext"]
     out = Path("data") / (args.name or Path(args.paths[0]).stem)
-    limits = {name: int(default if given is None else given) for name, given, default in
+    limits = {name: int(min(2 ** 62, default if given is None else given)) for name, given, default in
               (("tokens", args.tokens, 3e9 if web else 2 ** 62), ("val_tokens", args.val_tokens, 5e6 if web else 2 ** 62))}
     try:
         if min(limits.values()) < 1:

@@ -58,7 +58,7 @@ def window_nll(model, tokens, starts, length, dtype=torch.float32, tick=lambda n
         chunk = torch.from_numpy(np.stack([tokens[s:s + length + 1] for s in mine[i:i + size]]).astype(np.int64)).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             own[i:i + size] = model.nll(chunk[:, :-1], chunk[:, 1:])
-        tick(chunk[:, 1:].numel() * world, length)
+        tick(chunk[:, 1:].numel() * len(starts) / len(mine), length)
     if world > 1:
         dist.all_reduce(nll)
     return nll.cpu().numpy()

@@ -716,6 +716,36 @@ def test_openwebtext_killed_gives_the_same_bytes(tmp_path, monkeypatch):
     assert bins(tmp_path / "killed") == bins(tmp_path / "straight") and hub.read < 300
 
 
+@pytest.mark.parametrize("moment", ["documents end", "meta", "replace"])
+def test_openwebtext_killed_at_the_very_end(tmp_path, monkeypatch, moment):
+    web(tmp_path / "straight", Hub(), monkeypatch, tokens=300, val_tokens=10 ** 6)
+    real = {"json": data.write_json, "replace": os.replace}
+
+    def write_json(path, value):
+        if moment == "meta" and path.name == "meta.json":
+            raise OSError(28, "No space left on device")
+        real["json"](path, value)
+
+    def replace(a, b):
+        if moment == "replace" and str(b).endswith("val.bin"):
+            raise KeyboardInterrupt
+        real["replace"](a, b)
+    with monkeypatch.context() as m, pytest.raises((OSError, KeyboardInterrupt, ValueError)):
+        m.setattr(data, "write_json", write_json), m.setattr(data.os, "replace", replace)
+        web(tmp_path / "b", Hub(fail_at=12 if moment == "documents end" else None), m, tokens=300, val_tokens=10 ** 6)
+    web(tmp_path / "b", Hub(), monkeypatch, tokens=300, val_tokens=10 ** 6)
+    assert bins(tmp_path / "b") == bins(tmp_path / "straight")
+    assert (tmp_path / "b" / "meta.json").read_text() == (tmp_path / "straight" / "meta.json").read_text()
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["meta.json", "train.bin", "val.bin"]
+
+
+def test_bounds_hold_for_a_first_document_that_fills_them(tmp_path):
+    meta = data.prepare(lambda start: iter([("a", b"x" * 500), ("b", b"y" * 500)]), tmp_path, tokens=100, val_tokens=5)
+    assert meta["train_tokens"] <= 100 and meta["val_tokens"] <= 5 and [len(b) // 2 for b in bins(tmp_path)] == [meta["train_tokens"], meta["val_tokens"]]
+    meta = data.prepare(lambda start: iter([("a", b"x" * 500)]), tmp_path)     # one document: 90/10
+    assert (meta["train_tokens"], meta["val_tokens"]) == (451, 50)
+
+
 def test_openwebtext_refuses_what_it_cannot_continue(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="network is down"):
         web(tmp_path, Hub(fail_at=100), monkeypatch)
@@ -942,6 +972,14 @@ def test_a_full_disk_during_a_save_leaves_the_last_checkpoint(corpus, tmp_path, 
     assert weights(tmp_path / "run")[0]["step"] == 2 and not list((tmp_path / "run").glob("*.partial"))
 
 
+def test_resume_forgets_half_a_line_of_the_log(corpus, tmp_path):
+    """As a full disk or a kill leaves it."""
+    assert run_train(corpus, tmp_path, "--max_iters", 3) == 0
+    with open(tmp_path / "log.jsonl", "a") as f:
+        f.write('{"step": 3, "lo')
+    assert run_train(corpus, tmp_path, "--max_iters", 5, "--resume") == 0 and list(losses(tmp_path)) == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_under_the_log_is_one_line(corpus, tmp_path, capsys):
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
@@ -994,6 +1032,7 @@ def test_tokens_to_train_on_set_the_steps(corpus, tmp_path):
     steps = lambda *flags: train.parse_args([*args, *map(str, flags)])[1].max_iters
     assert steps("--preset", "paper") == math.ceil(3e9 / 2 ** 19) == 5723       # 20 tokens per parameter
     assert steps("--preset", "paper", "--batch_size", 32) == 11445 and steps("--preset", "paper", "--max_iters", 7) == 7
+    assert run_train(corpus, tmp_path, "--max_tokens", -5) == run_train(corpus, tmp_path, "--max_tokens", "inf") == 2
     assert steps("--preset", "tiny", "--max_tokens", 1e5) == 25 and steps("--preset", "tiny") == 1200
     assert run_train(corpus, tmp_path, "--max_tokens", 1000) == 0               # 4 steps of 256
     assert run_train(corpus, tmp_path, "--max_iters", 6, "--resume") == 0 and list(losses(tmp_path)) == list(range(1, 7))
@@ -1003,7 +1042,7 @@ def test_micro_batches_shrink_to_fit_the_device(corpus, tmp_path, monkeypatch, c
     """The same sequences per step and the same losses; a batch size given by hand stays."""
     flags = [f for pair in zip(SMALL[::2], SMALL[1::2]) if pair[0] != "--batch_size" for f in pair] + ["--data", str(corpus), "--max_iters", "3"]
     train.main([*flags, "--out_dir", str(tmp_path / "whole")])
-    monkeypatch.setattr(train, "device_memory", lambda device: 1.1 * train.training_memory(tiny("accum_qkv", n_layer=1), 32, nullcontext)(4))
+    monkeypatch.setattr(train, "device_memory", lambda device: 1.1 * train.training_memory(tiny("accum_qkv", n_layer=1), 32, 4, nullcontext)(4))
     train.main([*flags, "--out_dir", str(tmp_path / "small")])
     assert weights(tmp_path / "whole")[0]["train_config"]["batch_size"] == 16
     small = weights(tmp_path / "small")[0]["train_config"]
@@ -1020,7 +1059,7 @@ def test_micro_batches_shrink_to_fit_the_device(corpus, tmp_path, monkeypatch, c
 def test_training_memory_counts_what_autograd_keeps(pos):
     """Against a plain sum over the graph of three sequences."""
     model, held = tiny(pos, n_layer=2, n_head=2, n_embd=128), {}
-    need = train.training_memory(model, 64, nullcontext)
+    need = train.training_memory(model, 64, 3, nullcontext)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.setdefault(id(t), t), lambda t: t):
         x = model.hidden(ids(3, 64))
     weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
@@ -1049,10 +1088,11 @@ def two_ranks():
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        started.extend(subprocess.Popen([sys.executable, HERE / script, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        new = [subprocess.Popen([sys.executable, HERE / script, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                         env={**os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                                             "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}) for r in (0, 1))
-        return started
+                                             "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}) for r in (0, 1)]
+        started.extend(new)
+        return new
     yield start
     for p in started:
         p.kill()
@@ -1084,6 +1124,10 @@ def test_two_ranks_train_like_one(corpus, tmp_path, monkeypatch, capsys, two_ran
         assert run_train(corpus, tmp_path / out, *flags, "--max_iters", 8, "--resume") == 0
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert list(two) == list(range(1, 9)) and abs(one[8] - two[8]) < 1e-5
+    finish(two_ranks("train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path / "one", "--max_iters", 10, "--resume"))
+    assert run_train(corpus, tmp_path / "two", "--max_iters", 10, "--resume") == 0
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert list(one) == list(two) == list(range(1, 11)) and abs(one[10] - two[10]) < 1e-5
     (a, _), (b, _) = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert a["model"].keys() == b["model"].keys()
     monkeypatch.setattr(train, "ranks", lambda: (0, 3))

@@ -70,8 +70,8 @@ class TrainConfig:
         for name in ("block_size", "batch_size", "gradient_accumulation_steps", "max_iters", "eval_iters", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.eval_interval < 0 or self.seed < 0:
-            raise ValueError("eval_interval and seed must not be negative")
+        if self.eval_interval < 0 or self.seed < 0 or not 0 <= self.max_tokens < math.inf:
+            raise ValueError("eval_interval, seed and max_tokens must not be negative or infinite")
         if self.max_tokens:
             self.max_iters = math.ceil(self.max_tokens / (self.batch_size * self.gradient_accumulation_steps * self.block_size))
 
@@ -174,17 +174,17 @@ def flops_per_token(model, block_size):
 
 
 def device_memory(device):
-    """Bytes of memory that the device has in all."""
+    """Bytes of memory that the device has in all, for this rank."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     except (AttributeError, ValueError, OSError):                            # no such question here
         return math.inf
 
 
-def training_memory(model, block_size, autocast):
-    """-> function from the sequences in a micro-batch to the bytes that a training step takes.
+def training_memory(model, block_size, batch_size, autocast):
+    """-> function from the sequences in a micro-batch, at most batch_size, to the bytes that a training step takes.
 
     Weights, gradients and AdamW's moments; a chunk of logits; and what the layers keep for the backward pass, counted in a
     forward pass of one sequence and of two, for any scheme. torch.compile keeps less.
@@ -195,11 +195,12 @@ def training_memory(model, block_size, autocast):
         held = {}
         def pack(t):
             held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
+            return t.detach()                                                # t itself would hold on to its own graph
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast():
             x = model.hidden(torch.zeros(batch, block_size, dtype=torch.int64, device=model.wte.weight.device))
         return sum(size for pointer, size in held.items() if pointer not in weights) + x.nbytes   # x keeps the graph alive till here
-    one, two = kept(1), kept(2)
+    one = kept(1)
+    two = kept(2) if batch_size > 1 else 2 * one
     state = sum(16 * p.numel() for p in model.parameters())
     logits = lambda batch: 16 * min(LOGITS_AT_ONCE, batch * block_size * model.config.vocab_size)
     return lambda batch: state + one + (two - one) * (batch - 1) + logits(batch)
@@ -288,21 +289,25 @@ def main(argv=None):
     except (ValueError, OSError) as e:
         die(e)
 
-    torch.set_float32_matmul_precision("high")
+    # TF32 for a float32 run; under bfloat16 autocast only the transport multiplies in float32, and needs the bits
+    torch.set_float32_matmul_precision("high" if dtype == torch.float32 else "highest")
     model.to(device)
     optimizer = make_optimizer(model, config, device)
     step, best = 0, None
     if resume:
         optimizer.load_state_dict(saved["optimizer"])
         step, best = saved["step"], saved["best_val_loss"]
-        log_file.seek(0)
-        kept = [line for line in log_file if json.loads(line).get("step", 0) <= step]
-        log_file.truncate(0)                                                 # forget what came after the checkpoint
-        log_file.writelines(kept)
+        if rank == 0:                                                        # forget what came after the checkpoint, and half a line
+            log_file.seek(0)
+            kept = [line for line in log_file if line.endswith("\n") and json.loads(line).get("step", 0) <= step]
+            log_file.truncate(0)
+            log_file.writelines(kept)
+            log_file.flush()
     use_compile = ("cuda" in device if config.compile is None else config.compile) and can_compile(device)
     run = torch.compile(model) if use_compile else model
     if world > 1:
-        run = DistributedDataParallel(run, device_ids=[device] if "cuda" in device else None, broadcast_buffers=False)
+        torch._dynamo.config.optimize_ddp = False                            # its splitting refuses the checkpointed loss in older releases
+        run = DistributedDataParallel(run, device_ids=[device] if "cuda" in device else None)
     say = print if rank == 0 else lambda *a, **kw: None                      # one rank prints and writes
     autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     alone = lambda: run.no_sync() if world > 1 else nullcontext()            # a backward pass whose gradients stay on this rank
@@ -311,20 +316,28 @@ def main(argv=None):
     peak = next((p * 1e12 for word, p in PEAK_TFLOPS.items() if word in where), None)
     total, positional = model.num_params()
 
+    say(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters "
+        f"({positional:,} positional), context {config.block_size}, {folder}\n"
+        f"{f'{world} x ' if world > 1 else ''}{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, "
+        f"{tokens_per_step:,} tokens per step, {config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}", flush=True)
+
     # -- what it will take: micro-batches that fit the device, and a rehearsal of one for the time
-    need, room = training_memory(model, config.block_size, autocast), device_memory(device)
-    while "batch_size" not in given and config.batch_size % 2 == 0 and 1.1 * need(config.batch_size) > room:
+    share = sequences // world                                               # of a step, on this rank
+    need, room = training_memory(model, config.block_size, min(config.batch_size, share), autocast), device_memory(device)
+    while not resume and "batch_size" not in given and config.batch_size % 2 == 0 and 1.1 * need(min(config.batch_size, share)) > room:
         config.batch_size, config.gradient_accumulation_steps = config.batch_size // 2, config.gradient_accumulation_steps * 2
-    micro = torch.zeros(config.batch_size, config.block_size, dtype=torch.int64, device=device)
+    micro = torch.zeros(min(config.batch_size, share), config.block_size, dtype=torch.int64, device=device)
     for _ in range(2 if use_compile or "cuda" in device else 1):             # the first compiles, or starts kernels up
         started = time.perf_counter()
         with alone():
             with autocast():
-                loss = run(micro, micro)[1]
+                loss = run(micro, micro.clone())[1]
             loss.backward()
         loss.item()                                                          # waits for the device
-        seconds = (time.perf_counter() - started) * tokens_per_step / micro.numel() / world
+        seconds = (time.perf_counter() - started) * share / len(micro) * (config.max_iters - step)
     optimizer.zero_grad(set_to_none=True)
+    say(f"micro-batches of {len(micro)}: about {need(len(micro)) / 1e9:.1f} of {room / 1e9:.0f} GB{' a process' if world > 1 else ''}; "
+        f"all steps: about {data.clock(seconds)}", flush=True)
 
     def fail(message):
         last_good = f"{ckpt} is the last good checkpoint" if ckpt.exists() else "there is no checkpoint yet"
@@ -341,12 +354,6 @@ def main(argv=None):
 
     log(step=step, model_config=asdict(model_config), train_config=asdict(config), params=total, device=where,
         dtype=str(dtype)[6:], compile=use_compile, torch=torch.__version__)
-    say(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters "
-        f"({positional:,} positional), context {config.block_size}, {folder}\n"
-        f"{f'{world} x ' if world > 1 else ''}{where}, {str(dtype)[6:]}{', compiled' if use_compile else ''}, "
-        f"{tokens_per_step:,} tokens per step, {config.max_iters:,} steps{f', resumed at {step:,}' if resume else ''} -> {out}\n"
-        f"micro-batches of {config.batch_size}: about {need(config.batch_size) / 1e9:.1f} GB of {room / 1e9:.0f} GB"
-        f"{' a process' if world > 1 else ''}, and {data.clock(seconds * (config.max_iters - step))} in all", flush=True)
 
     def over_ranks(value, op=dist.ReduceOp.SUM):
         """Sum (or maximum) of a number over all ranks."""
@@ -389,8 +396,8 @@ def main(argv=None):
 
     # -- the loop: step is the number of updates done
     model.train()
-    losses, started, timed = [], time.perf_counter(), step
-    while step < config.max_iters and not stop:
+    losses, started, timed, halt = [], time.perf_counter(), step, False
+    while step < config.max_iters and not halt:
         lr = learning_rate(step, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -413,8 +420,7 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        if over_ranks(len(stop), dist.ReduceOp.MAX) and not stop:      # another rank was told to stop
-            stop.append(signal.SIGTERM)
+        halt = over_ranks(len(stop), dist.ReduceOp.MAX) > 0                  # all ranks stop after the same step
 
         last = step == config.max_iters
         if step % config.log_interval == 0 or last:
@@ -435,10 +441,11 @@ def main(argv=None):
             say(f"step {step:,}: validation loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, saved {ckpt}", flush=True)
             log(step=step, val_loss=val_loss, best_val_loss=best)
             started += time.perf_counter() - paused                          # validation is not part of the step time
-    if stop:
+    if halt:
+        stop.append(signal.SIGTERM)                                          # on ranks that were not told
         checkpoint_now()
         say(f"signal {stop[0]}: saved step {step:,}; continue with --resume --out_dir {out}", flush=True)
-    code = 128 + stop[0] if stop else 0
+    code = 128 + stop[0] if halt else 0
     if world > 1:
         leave_ranks(code)
     if code:

@@ -277,7 +277,8 @@ def path_attention(q, k, v, w, beta, log_forget=None, key_bias=None, cache=None,
         past_k, in_place, out = q.new_zeros(B, H, 1, d), not torch.is_grad_enabled(), []    # the null key first, then keys as they pass
         if in_place:                                                        # one buffer: growing copies would fragment memory
             room = q.new_zeros(B, H, 1 + q.size(2), d + 2 * n_parts)
-        far_v = F.pad(v, (0, 2 * n_parts, 1, 0)) + F.pad(q.new_ones(1, 1), (d, 2 * n_parts - 1, 0, q.size(2)))   # value of the null key
+        if q.size(2) > block:                                               # values, and that of the null key
+            far_v = F.pad(v, (0, 2 * n_parts, 1, 0)) + F.pad(q.new_ones(1, 1), (d, 2 * n_parts - 1, 0, q.size(2)))
         later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
         for start in range(0, q.size(2), block):
             Q, K, V, u, b = (t[:, :, start:start + block] for t in (q, k, v, w, beta))

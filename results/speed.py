@@ -238,7 +238,9 @@ def main():
         return print("\n" + json.dumps(train_of(*sys.argv[2:])))
     wanted, path = sys.argv[1:] or ["steps", "memory", "rows"], HERE / "speed.json"
     if torch.cuda.is_available() and set(wanted) & {"full", "gpu"}:
-        path = HERE / "gpu.json"
+        wanted, path = set(wanted) & {"full", "gpu"}, HERE / "gpu.json"
+    elif "gpu" in wanted:
+        sys.exit("error: speed.py gpu needs a CUDA device")
     result = json.loads(path.read_text()) if path.exists() else {}
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), platform.processor())
     where = torch.cuda.get_device_name() if path.stem == "gpu" else f"{cpu}, {torch.get_num_threads()} threads"
