@@ -231,7 +231,7 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
             for split, part in (("train", ids[:state["train"]]), ("val", ids[len(ids) - state["val"]:])):
                 files[split].seek(0), files[split].truncate(), files[split].write(part.tobytes())
         for f in files.values():
-            f.close()
+            f.flush(), os.fsync(f.fileno()), f.close()
         if not state["train"] or not state["val"]:
             raise ValueError(f"{source or 'the input'} gave {state['train']:,} training and {state['val']:,} validation tokens "
                              f"from {state['documents']} documents: it needs more text")
@@ -250,7 +250,7 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
 
 
 def write_json(path, value):
-    """Write through a temporary name, so that the file is never seen half-written. Not-a-number and infinity become null."""
+    """Write through a temporary name, so that the file is never seen half-written. Raises ValueError for not-a-number and infinity."""
     partial = Path(f"{path}.{os.getpid()}")
     try:
         with partial.open("w") as f:
