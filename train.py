@@ -327,7 +327,7 @@ def main(argv=None):
     while not resume and "batch_size" not in given and config.batch_size % 2 == 0 and 1.1 * need(min(config.batch_size, share)) > room:
         config.batch_size, config.gradient_accumulation_steps = config.batch_size // 2, config.gradient_accumulation_steps * 2
     micro = torch.zeros(min(config.batch_size, share), config.block_size, dtype=torch.int64, device=device)
-    for _ in range(2 if use_compile or "cuda" in device else 1):             # the first compiles, or starts kernels up
+    for _ in range(2):                                                       # the first compiles, and starts kernels up
         started = time.perf_counter()
         with alone():
             with autocast():
