@@ -1004,7 +1004,7 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_
     real, calls = GPT.nll, []
     def nll(self, *a):
         calls.append(self.training)
-        return real(self, *a) * (math.nan if sum(calls) > 7 else 1.0)     # the rehearsal and six steps
+        return real(self, *a) * (math.nan if sum(calls) > 8 else 1.0)     # two rehearsals and six steps
     monkeypatch.setattr(GPT, "nll", nll)
     assert run_train(corpus, tmp_path / "run", "--max_iters", 20, "--eval_interval", 4) == 1
     assert "step 7 is nan" in capsys.readouterr().err
@@ -1042,7 +1042,7 @@ def test_micro_batches_shrink_to_fit_the_device(corpus, tmp_path, monkeypatch, c
     """The same sequences per step and the same losses; a batch size given by hand stays."""
     flags = [f for pair in zip(SMALL[::2], SMALL[1::2]) if pair[0] != "--batch_size" for f in pair] + ["--data", str(corpus), "--max_iters", "3"]
     train.main([*flags, "--out_dir", str(tmp_path / "whole")])
-    monkeypatch.setattr(train, "device_memory", lambda device: 1.1 * train.training_memory(tiny("accum_qkv", n_layer=1), 32, 4, nullcontext)(4))
+    monkeypatch.setattr(train, "device_memory", lambda device: train.training_memory(tiny("accum_qkv", n_layer=1), 32, 4, nullcontext)(4))
     train.main([*flags, "--out_dir", str(tmp_path / "small")])
     assert weights(tmp_path / "whole")[0]["train_config"]["batch_size"] == 16
     small = weights(tmp_path / "small")[0]["train_config"]
@@ -1066,7 +1066,7 @@ def test_training_memory_counts_what_autograd_keeps(pos):
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.values()}
     expected = sum(n for pointer, n in storages.items() if pointer not in weights) + x.nbytes
     parameters = sum(p.numel() for p in model.parameters())
-    assert need(3) == pytest.approx(16 * parameters + expected + 16 * 3 * 64 * 64, rel=0.02)
+    assert need(3) == pytest.approx(1.4 * (16 * parameters + expected + 16 * 3 * 64 * 64), rel=0.02)
 
 
 @pytest.mark.parametrize("pos", ["rope", "random_qkv", "hidden_qkv+alibi", "householder_qkv", "path+fox", "accum_qkv+fox"])

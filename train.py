@@ -187,7 +187,8 @@ def training_memory(model, block_size, batch_size, autocast):
     """-> function from the sequences in a micro-batch, at most batch_size, to the bytes that a training step takes.
 
     Weights, gradients and AdamW's moments; a chunk of logits; and what the layers keep for the backward pass, counted in a
-    forward pass of one sequence and of two, for any scheme. torch.compile keeps less.
+    forward pass of one sequence and of two, for any scheme; torch.compile keeps less. On top the allocator's fragmentation: on
+    CPU it is up to 40 % (the count itself is within 2 % of the peak where memory goes back at once), on CUDA taken as 10 %.
     """
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
 
@@ -203,7 +204,8 @@ def training_memory(model, block_size, batch_size, autocast):
     two = kept(2) if batch_size > 1 else 2 * one
     state = sum(16 * p.numel() for p in model.parameters())
     logits = lambda batch: 16 * min(LOGITS_AT_ONCE, batch * block_size * model.config.vocab_size)
-    return lambda batch: state + one + (two - one) * (batch - 1) + logits(batch)
+    slack = 1.1 if model.wte.weight.is_cuda else 1.4
+    return lambda batch: slack * (state + one + (two - one) * (batch - 1) + logits(batch))
 
 
 def save(path, **state):
@@ -324,7 +326,7 @@ def main(argv=None):
     # -- what it will take: micro-batches that fit the device, and a rehearsal of one for the time
     share = sequences // world                                               # of a step, on this rank
     need, room = training_memory(model, config.block_size, min(config.batch_size, share), autocast), device_memory(device)
-    while not resume and "batch_size" not in given and config.batch_size % 2 == 0 and 1.1 * need(min(config.batch_size, share)) > room:
+    while not resume and "batch_size" not in given and config.batch_size % 2 == 0 and need(min(config.batch_size, share)) > room:
         config.batch_size, config.gradient_accumulation_steps = config.batch_size // 2, config.gradient_accumulation_steps * 2
     micro = torch.zeros(min(config.batch_size, share), config.block_size, dtype=torch.int64, device=device)
     for _ in range(2):                                                       # the first compiles, and starts kernels up
