@@ -22,7 +22,7 @@ import torch.distributed as dist
 import data
 from data import die
 from model import load_model
-from train import device_name, join_ranks, leave_ranks, pick_dtype, ranks
+from train import device_name, join_ranks, leave_ranks, pick_dtype, ranks, say
 
 TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
 
@@ -126,12 +126,6 @@ class Progress:
             self.shown, left = now, (now - self.start) * (self.total / self.done - 1)
             print(f"{self.label}: context {length:,}, {100 * self.done / self.total:.0f}%, ETA {data.clock(left)}    ",
                   end="\r" if tty else "\n", file=sys.stderr, flush=True)
-
-
-def say(*words, **how):
-    """Print, on one rank only."""
-    if ranks()[0] == 0:
-        print(*words, **how)
 
 
 EMPTY = dict.fromkeys(("nll", "ppl", "ratio", "stderr", "ratio_stderr", "seconds", "peak_mb")) | {"windows": 0, "tokens": 0}

@@ -232,6 +232,12 @@ def ranks():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
+def say(*words, **how):
+    """Print, on one rank only."""
+    if ranks()[0] == 0:
+        print(*words, **how)
+
+
 def join_ranks(device):
     """Under torchrun: join the process group, with a GPU for each rank. -> device, rank, world size."""
     device = pick_device(device)
@@ -310,7 +316,6 @@ def main(argv=None):
     if world > 1:
         torch._dynamo.config.optimize_ddp = False                            # its splitting refuses the checkpointed loss in older releases
         run = DistributedDataParallel(run, device_ids=[device] if "cuda" in device else None)
-    say = print if rank == 0 else lambda *a, **kw: None                      # one rank prints and writes
     autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     alone = lambda: run.no_sync() if world > 1 else nullcontext()            # a backward pass whose gradients stay on this rank
     tokens_per_step = sequences * config.block_size

@@ -44,7 +44,7 @@ SCHEMES = {
     "accum_qkv":       Scheme("rotation", "table", True, "learned angle per token id and block, values too"),
     "hidden_qk":       Scheme("rotation", "hidden", False, "learned angle from the layer's input"),
     "hidden_qkv":      Scheme("rotation", "hidden", True, "learned angle from the layer's input, values too"),
-    "householder_qk":  Scheme("rotation", "reflection", False, "exact reflection I - 2ww'/|w|^2, w from the layer's input"),
+    "householder_qk":  Scheme("rotation", "reflection", False, "exact reflection I - 2ww'/w'w, w from the layer's input"),
     "householder_qkv": Scheme("rotation", "reflection", True, "exact reflection from the layer's input, values too"),
     "path":            Scheme("rotation", "path", False, "PaTH: I - beta ww', beta in (0, 2), w and beta from the layer's input"),
     "alibi":           Scheme("bias", "constant", False, "key bias slope_h * j (explicit far-mass control)"),
