@@ -185,6 +185,11 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
     note, settings = out / "progress.json", {"encoding": name_of_encoding, "source": source, "limit": limit, "share": share}
     partial = {split: out / f"{split}.bin.{'partial' if resumable else os.getpid()}" for split in limit}
     state = settings | {"train": 0, "val": 0, "documents": 0, "last": ""}
+    if resumable and not note.exists() and (out / "meta.json").exists():
+        meta, size = json.loads((out / "meta.json").read_text()), lambda path: path.stat().st_size if path.exists() else -1
+        if all(meta.get(name) == value for name, value in settings.items()) and \
+                all(size(out / f"{split}.bin") == 2 * meta[f"{split}_tokens"] for split in limit):
+            return meta                                                      # done before
     if resumable and note.exists():
         state = json.loads(note.read_text())
         if any(state[name] != value for name, value in settings.items()):
@@ -236,7 +241,7 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
             raise ValueError(f"{source or 'the input'} gave {state['train']:,} training and {state['val']:,} validation tokens "
                              f"from {state['documents']} documents: it needs more text")
         meta = {"encoding": name_of_encoding, "vocab_size": vocab_size, "train_tokens": state["train"],
-                "val_tokens": state["val"], "documents": state["documents"], "source": source}
+                "val_tokens": state["val"], "documents": state["documents"], "source": source} | (settings if resumable else {})
         write_json(out / "meta.json", meta)
         if resumable:
             note.unlink(missing_ok=True)                                     # from here on a kill means starting again

@@ -683,6 +683,7 @@ def test_openwebtext_stops_at_its_bounds_and_splits_by_document(tmp_path, monkey
     assert documents(val) <= {t.encode() + b"\0" for t in texts if data.is_val(t, 20)}      # 256 as a byte is 0
     assert documents(train) <= {t.encode() + b"\0" for t in texts if not data.is_val(t, 20)} and len(documents(train)) > 100
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    assert web(tmp_path / "a", hub := Hub(), monkeypatch) == meta and hub.read == 0      # done before
     web(tmp_path / "short", Hub(), monkeypatch, tokens=5000, val_tokens=100)  # other bounds: the same beginning
     assert all(whole.startswith(part) for whole, part in zip(bins(tmp_path / "a"), bins(tmp_path / "short")))
     web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)       # a stream that ends early
