@@ -175,8 +175,8 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
     """Write out/train.bin, out/val.bin, out/meta.json from (name, bytes) pairs; the files appear whole or not at all.
 
     documents: a function from a number n to an iterator over all documents but the first n. One document in `share`, by a hash of its
-    name, goes to val.bin while that is shorter than val_tokens; the others to train.bin, to `tokens`. A single document is split
-    90/10 instead. resumable: what an interrupted call leaves, the next one continues, to the same bytes.
+    name, goes to val.bin while that is shorter than val_tokens; the others to train.bin, to `tokens`. Where that leaves one of them
+    empty, the last tenth of the text is held out instead. resumable: what an interrupted call leaves, the next one continues, to the same bytes.
     Raises ValueError if there is no text, or an interrupted call had other arguments or other documents.
     """
     encode, vocab_size = encoder(name_of_encoding)
@@ -229,12 +229,14 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
                     goal = f" of {tokens:,} ({100 * state['train'] / tokens:.1f}%), ETA {clock((tokens - state['train']) / max(rate, 1))}"
                     print(f"{out}: {state['train']:,}{goal if tokens < 2 ** 62 else ''} training tokens, {rate:,.0f} tok/s    ",
                           end="\r" if tty else "\n", file=sys.stderr, flush=True)
-        if state["documents"] == 1:
-            ids, = encode([last])
-            state["val"] = min(max(1, len(ids) // 10), val_tokens)
-            state["train"] = min(len(ids) - state["val"], tokens)
-            for split, part in (("train", ids[:state["train"]]), ("val", ids[len(ids) - state["val"]:])):
+        if not resumable and bool(state["train"]) != bool(state["val"]):     # few documents, all on one side
+            side = "train" if state["train"] else "val"
+            files[side].flush()
+            ids = np.fromfile(partial[side], np.uint16)
+            cut = len(ids) - min(max(1, len(ids) // 10), val_tokens)
+            for split, part in (("train", ids[:min(cut, tokens)]), ("val", ids[cut:])):
                 files[split].seek(0), files[split].truncate(), files[split].write(part.tobytes())
+                state[split] = len(part)
         for f in files.values():
             f.flush(), os.fsync(f.fileno()), f.close()
         if not state["train"] or not state["val"]:

@@ -745,6 +745,14 @@ def test_bounds_hold_for_a_first_document_that_fills_them(tmp_path):
     assert meta["train_tokens"] <= 100 and meta["val_tokens"] <= 5 and [len(b) // 2 for b in bins(tmp_path)] == [meta["train_tokens"], meta["val_tokens"]]
     meta = data.prepare(lambda start: iter([("a", b"x" * 500)]), tmp_path)     # one document: 90/10
     assert (meta["train_tokens"], meta["val_tokens"]) == (451, 50)
+    names = [n for n in map(str, range(50)) if not data.is_val(n)][:3]         # none of them is held out
+    meta = data.prepare(lambda start: ((n, n.encode() * 400) for n in names), tmp_path)
+    train, val = (np.frombuffer(raw, np.uint16) for raw in bins(tmp_path))
+    assert meta["documents"] == 3 and len(val) == (len(train) + len(val)) // 10
+    assert bytes(np.concatenate((train, val)).astype(np.uint8)) == b"".join(n.encode() * 400 + b"\0" for n in names)
+    held = next(n for n in map(str, range(50)) if data.is_val(n))
+    meta = data.prepare(lambda start: iter([(held, b"z" * 99)]), tmp_path)      # the only one is held out
+    assert (meta["train_tokens"], meta["val_tokens"]) == (90, 10)
 
 
 def test_openwebtext_refuses_what_it_cannot_continue(tmp_path, monkeypatch):
