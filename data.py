@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ import numpy as np
 EOT = "<|endoftext|>"
 OPENWEBTEXT = "Skylion007/openwebtext"           # on the Hugging Face hub: 8,013,769 documents, 9 billion GPT-2 tokens
 BATCH_BYTES = 2 ** 22                            # text read ahead, and encoded by all threads, at a time
+UNLIMITED = 2 ** 62                              # tokens
 SAVE_SECONDS = 10                                # between notes of how far a resumable preparation has come
 TEXT = {".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", ".tex", ".html", ".css", ".json", ".jsonl"}
 
@@ -39,6 +41,18 @@ def clock(seconds):
     """Seconds -> "m:ss", or "h:mm:ss" from an hour on."""
     minutes, s = divmod(max(0, int(seconds)), 60)
     return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
+
+
+def progress(shown, text):
+    """Print text() over the last progress line on stderr, if that is `shown`: a second ago on a terminal, else half a minute.
+
+    shown, -> time of the last line.
+    """
+    now, tty = time.time(), sys.stderr.isatty()
+    if now - shown < (1 if tty else 30):
+        return shown
+    print(text() + "    ", end="\r" if tty else "\n", file=sys.stderr, flush=True)
+    return now
 
 
 class Parser(argparse.ArgumentParser):
@@ -171,7 +185,7 @@ def read_ahead(iterator, pool):
         yield value
 
 
-def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 62, val_tokens=2 ** 62, share=10, resumable=False):
+def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=UNLIMITED, val_tokens=UNLIMITED, share=10, resumable=False):
     """Write out/train.bin, out/val.bin, out/meta.json from (name, bytes) pairs; the files appear whole or not at all.
 
     documents: a function from a number n to an iterator over all documents but the first n. One document in `share`, by a hash of its
@@ -198,6 +212,11 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
     start = shown = saved = time.time()
     last, before = b"", state["train"]
     digest = lambda raw: hashlib.sha256(raw).hexdigest()
+
+    def where():
+        rate = (state["train"] - before) / (time.time() - start)
+        goal = f" of {tokens:,} ({100 * state['train'] / tokens:.1f}%), ETA {clock((tokens - state['train']) / max(rate, 1))}"
+        return f"{out}: {state['train']:,}{goal if tokens < UNLIMITED else ''} training tokens, {rate:,.0f} tok/s"
     try:
         files = {split: path.open("r+b" if state["documents"] else "wb") for split, path in partial.items()}
         for split, f in files.items():
@@ -218,17 +237,12 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
                         break
                 if state["train"] == tokens:
                     break
-                now, tty = time.time(), sys.stderr.isatty()
-                if resumable and now - saved >= SAVE_SECONDS:
+                if resumable and time.time() - saved >= SAVE_SECONDS:
                     for f in files.values():
                         f.flush(), os.fsync(f.fileno())
                     write_json(note, state | {"last": digest(last)})
-                    saved = now
-                if now - shown >= (1 if tty else 30):
-                    shown, rate = now, (state["train"] - before) / (now - start)
-                    goal = f" of {tokens:,} ({100 * state['train'] / tokens:.1f}%), ETA {clock((tokens - state['train']) / max(rate, 1))}"
-                    print(f"{out}: {state['train']:,}{goal if tokens < 2 ** 62 else ''} training tokens, {rate:,.0f} tok/s    ",
-                          end="\r" if tty else "\n", file=sys.stderr, flush=True)
+                    saved = time.time()
+                shown = progress(shown, where)
         if not resumable and bool(state["train"]) != bool(state["val"]):     # few documents, all on one side
             side = "train" if state["train"] else "val"
             files[side].flush()
@@ -256,16 +270,23 @@ def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=2 ** 
                 path.unlink(missing_ok=True)
 
 
-def write_json(path, value):
-    """Write through a temporary name, so that the file is never seen half-written. Raises ValueError for not-a-number and infinity."""
-    partial = Path(f"{path}.{os.getpid()}")
+@contextmanager
+def written_whole(path, mode="w", suffix=None):
+    """A file to write under a temporary name, path.suffix (default: the process id); flushed to disk, then renamed: whatever happens, `path` is whole."""
+    partial = Path(f"{path}.{suffix or os.getpid()}")
     try:
-        with partial.open("w") as f:
-            f.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+        with partial.open(mode) as f:
+            yield f
             f.flush(), os.fsync(f.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_json(path, value):
+    """Raises ValueError for not-a-number and infinity."""
+    with written_whole(path) as f:
+        f.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -293,8 +314,9 @@ def vocabulary(folder):
         raise ValueError(f"{meta} is not a JSON object with a vocab_size")
 
 
-def load(folder, split, at_least):
-    """A split as a read-only uint16 array on disk. Raises ValueError, naming the file, if it is missing or too short."""
+def load(folder, split, at_least, vocab_size=None):
+    """A split as a read-only uint16 array on disk. Raises ValueError, naming the file, if it is missing, too short, or, where a
+    vocab_size is given, holds a token id beyond it (all of the file is read for that)."""
     path = Path(folder) / f"{split}.bin"
     size = path.stat().st_size if path.is_file() else 0
     if not size:
@@ -303,7 +325,10 @@ def load(folder, split, at_least):
         raise ValueError(f"{path} has an odd number of bytes ({size:,}): truncated, or not uint16 tokens")
     if size // 2 < at_least:
         raise ValueError(f"{path} has {size // 2:,} tokens, needs at least {at_least:,} (context + 1)")
-    return np.memmap(path, np.uint16, "r")
+    tokens = np.memmap(path, np.uint16, "r")
+    if vocab_size is not None and int(tokens.max()) >= vocab_size:
+        raise ValueError(f"{path} holds a token id {int(tokens.max()):,}, beyond the model's {vocab_size:,}")
+    return tokens
 
 
 def batch(tokens, step, seed, rank=0, world_size=1, *, batch_size, block_size):
@@ -329,8 +354,8 @@ def main():
     args = parser.parse_args()
     stdlib, web = args.paths == ["stdlib"], args.paths == ["openwebtext"]
     out = Path("data") / (args.name or Path(args.paths[0]).stem)
-    limits = {name: int(min(2 ** 62, default if given is None else given)) for name, given, default in
-              (("tokens", args.tokens, 3e9 if web else 2 ** 62), ("val_tokens", args.val_tokens, 5e6 if web else 2 ** 62))}
+    limits = {name: int(min(UNLIMITED, default if given is None else given)) for name, given, default in
+              (("tokens", args.tokens, 3e9 if web else UNLIMITED), ("val_tokens", args.val_tokens, 5e6 if web else UNLIMITED))}
     try:
         if min(limits.values()) < 1:
             raise ValueError("--tokens and --val_tokens must be at least 1")

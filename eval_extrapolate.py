@@ -22,7 +22,7 @@ import torch.distributed as dist
 import data
 from data import die
 from model import load_model
-from train import device_name, join_ranks, leave_ranks, pick_dtype, ranks, say
+from train import autocast, device_name, join_ranks, leave_ranks, pick_dtype, ranks, say
 
 TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
 
@@ -56,7 +56,7 @@ def window_nll(model, tokens, starts, length, dtype=torch.float32, tick=lambda n
     mine, own = starts[rank::world], nll[rank::world]
     for i in range(0, len(mine), size):
         chunk = torch.from_numpy(np.stack([tokens[s:s + length + 1] for s in mine[i:i + size]]).astype(np.int64)).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with autocast(device, dtype):
             own[i:i + size] = model.nll(chunk[:, :-1], chunk[:, 1:])
         tick(chunk[:, 1:].numel() * len(starts) / len(mine), length)
     if world > 1:
@@ -121,11 +121,9 @@ class Progress:
 
     def tick(self, n_tokens, length):
         self.done += self.cost(n_tokens, length)
-        now, tty = time.time(), sys.stderr.isatty()
-        if now - self.shown >= (1 if tty else 30) and ranks()[0] == 0:
-            self.shown, left = now, (now - self.start) * (self.total / self.done - 1)
-            print(f"{self.label}: context {length:,}, {100 * self.done / self.total:.0f}%, ETA {data.clock(left)}    ",
-                  end="\r" if tty else "\n", file=sys.stderr, flush=True)
+        if ranks()[0] == 0:
+            self.shown = data.progress(self.shown, lambda: f"{self.label}: context {length:,}, {100 * self.done / self.total:.0f}%, ETA "
+                                                           f"{data.clock((time.time() - self.start) * (self.total / self.done - 1))}")
 
 
 EMPTY = dict.fromkeys(("nll", "ppl", "ratio", "stderr", "ratio_stderr", "seconds", "peak_mb")) | {"windows": 0, "tokens": 0}
@@ -139,9 +137,7 @@ def evaluate(run, args):
     config, out = saved["train_config"], run / "extrapolate.json"
     block, folder = config["block_size"], data.find(args.data or config["data"])
     lengths = parse_lengths(args.lengths, block, 65536 if device.type == "cuda" else 16384)
-    val = data.load(folder, "val", block + 1)
-    if int(val.max()) >= model.config.vocab_size:
-        raise ValueError(f"{folder}/val.bin holds a token id {int(val.max()):,}, beyond the model's {model.config.vocab_size:,}")
+    val = data.load(folder, "val", block + 1, model.config.vocab_size)
 
     # what is scored: stretches of the longest context, spread evenly over the text
     longest = max(n for n in lengths if n < len(val))
@@ -300,7 +296,7 @@ def main(argv=None):
         check_runs(runs)
         if args.plot:
             pyplot()                                                         # before the work, not after it
-        args.device, rank, world = join_ranks(args.device)
+        args.device, rank, _ = join_ranks(args.device)
         results = [evaluate(run, args) for run in runs]
         if rank == 0 and len(results) > 1:
             compare(results)
@@ -311,8 +307,7 @@ def main(argv=None):
             print(f"\n{path}")
     except (ValueError, OSError) as e:
         die(e)
-    if world > 1:
-        leave_ranks()
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -450,9 +450,7 @@ def measure(run, args):
     block, folder, c = saved["train_config"]["block_size"], data.find(saved["train_config"]["data"]), model.config
     if not 16 <= block <= args.length or args.windows < 1:
         raise ValueError(f"{run}: needs a training context ({block}) of 16 or more, --length {args.length} no shorter, --windows 1 or more")
-    val, lengths, near = data.load(folder, "val", args.length), parse_lengths("", block, args.length), block // 4
-    if int(val.max()) >= c.vocab_size:
-        raise ValueError(f"{folder}/val.bin holds a token id {int(val.max()):,}, beyond the model's {c.vocab_size:,}")
+    val, lengths, near = data.load(folder, "val", args.length, c.vocab_size), parse_lengths("", block, args.length), block // 4
     ends = np.unique(np.linspace(args.length, len(val), args.windows).astype(np.int64))
     progress = Progress(model, run.name, [(n, n) for n in lengths for _ in ends])
     lags, steps, stats, edges = [2 ** i for i in range(args.length.bit_length() - 3)], [], {}, {}

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +135,11 @@ def pick_dtype(name, device):
     return torch.bfloat16 if fast else torch.float32
 
 
+def autocast(device, dtype):
+    """The context of a forward pass: bfloat16 autocast where dtype says so."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
 def device_name(device):
     """What a run was measured on, in words."""
     cuda = torch.device(device).type == "cuda"
@@ -173,6 +179,12 @@ def flops_per_token(model, block_size):
     return 6 * weights + 12 * c.n_layer * c.n_embd * block_size
 
 
+def mfu(model, block_size, tokens_per_second, where):
+    """Model FLOPs utilisation: the share of the device's bf16 peak that training at this rate uses. None if the peak is not known."""
+    peak = next((tflops for word, tflops in PEAK_TFLOPS.items() if word in where), None)
+    return tokens_per_second * flops_per_token(model, block_size) / (peak * 1e12) if peak else None
+
+
 def device_memory(device):
     """Bytes of memory that the device has in all, for this rank."""
     if torch.device(device).type == "cuda":
@@ -183,11 +195,11 @@ def device_memory(device):
         return math.inf
 
 
-def training_memory(model, block_size, batch_size, autocast):
+def training_memory(model, block_size, batch_size, context):
     """-> function from the sequences in a micro-batch, at most batch_size, to the bytes that a training step takes.
 
     Weights, gradients and AdamW's moments; a chunk of logits; and what the layers keep for the backward pass, counted in a
-    forward pass of one sequence and of two, for any scheme; torch.compile keeps less. On top the allocator's fragmentation: on
+    forward pass of one sequence and of two under context(), for any scheme; torch.compile keeps less. On top the allocator's fragmentation: on
     CPU it is up to 40 % (the count itself is within 2 % of the peak where memory goes back at once), on CUDA taken as 10 %.
     """
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -197,7 +209,7 @@ def training_memory(model, block_size, batch_size, autocast):
         def pack(t):
             held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t.detach()                                                # t itself would hold on to its own graph
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), context():
             x = model.hidden(torch.zeros(batch, block_size, dtype=torch.int64, device=model.wte.weight.device))
         return sum(size for pointer, size in held.items() if pointer not in weights) + x.nbytes   # x keeps the graph alive till here
     one = kept(1)
@@ -206,19 +218,6 @@ def training_memory(model, block_size, batch_size, autocast):
     logits = lambda batch: 16 * min(LOGITS_AT_ONCE, batch * block_size * model.config.vocab_size)
     slack = 1.1 if model.wte.weight.is_cuda else 1.4
     return lambda batch: slack * (state + one + (two - one) * (batch - 1) + logits(batch))
-
-
-def save(path, **state):
-    """Write a checkpoint beside `path`, flush it to disk, then rename: whatever happens, `path` is whole."""
-    partial = Path(f"{path}.partial")
-    try:
-        with partial.open("wb") as f:
-            torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def to_device(arrays, device):
@@ -250,10 +249,11 @@ def join_ranks(device):
 
 
 def leave_ranks(code=0):
-    """End this rank when all are done, without tearing down gloo's threads: one exit in ten aborts there."""
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(code)
+    """Under torchrun, end this rank when all are done, without tearing down gloo's threads: one exit in ten aborts there."""
+    if ranks()[1] > 1:
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def main(argv=None):
@@ -316,11 +316,10 @@ def main(argv=None):
     if world > 1:
         torch._dynamo.config.optimize_ddp = False                            # its splitting refuses the checkpointed loss in older releases
         run = DistributedDataParallel(run, device_ids=[device] if "cuda" in device else None)
-    autocast = lambda: torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    low = partial(autocast, device, dtype)
     alone = lambda: run.no_sync() if world > 1 else nullcontext()            # a backward pass whose gradients stay on this rank
     tokens_per_step = sequences * config.block_size
     where = device_name(device)
-    peak = next((p * 1e12 for word, p in PEAK_TFLOPS.items() if word in where), None)
     total, positional = model.num_params()
 
     say(f"{model_config.pos}: {model_config.n_layer} layers x {model_config.n_embd}, {total / 1e6:.2f}M parameters "
@@ -330,14 +329,14 @@ def main(argv=None):
 
     # -- what it will take: micro-batches that fit the device, and a rehearsal of one for the time
     share = sequences // world                                               # of a step, on this rank
-    need, room = training_memory(model, config.block_size, min(config.batch_size, share), autocast), device_memory(device)
+    need, room = training_memory(model, config.block_size, min(config.batch_size, share), low), device_memory(device)
     while not resume and "batch_size" not in given and config.batch_size % 2 == 0 and need(min(config.batch_size, share)) > room:
         config.batch_size, config.gradient_accumulation_steps = config.batch_size // 2, config.gradient_accumulation_steps * 2
     micro = torch.zeros(min(config.batch_size, share), config.block_size, dtype=torch.int64, device=device)
     for _ in range(2):                                                       # the first compiles, and starts kernels up
         started = time.perf_counter()
         with alone():
-            with autocast():
+            with low():
                 loss = run(micro, micro.clone())[1]
             loss.backward()
         loss.item()                                                          # waits for the device
@@ -348,8 +347,7 @@ def main(argv=None):
 
     def fail(message):
         last_good = f"{ckpt} is the last good checkpoint" if ckpt.exists() else "there is no checkpoint yet"
-        if rank == 0:
-            print(f"error: {message}; {last_good}", file=sys.stderr)
+        say(f"error: {message}; {last_good}", file=sys.stderr)
         raise SystemExit(1)
 
     def log(**entry):
@@ -362,12 +360,12 @@ def main(argv=None):
     log(step=step, model_config=asdict(model_config), train_config=asdict(config), params=total, device=where,
         dtype=str(dtype)[6:], compile=use_compile, torch=torch.__version__)
 
-    def over_ranks(value, op=dist.ReduceOp.SUM):
-        """Sum (or maximum) of a number over all ranks."""
+    def over_ranks(value):
+        """Sum of a number over all ranks."""
         if world == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=device)
-        dist.all_reduce(total, op)
+        dist.all_reduce(total)
         return total.item()
 
     @torch.no_grad()
@@ -377,7 +375,7 @@ def main(argv=None):
         total = 0.0
         for i in range(rank, config.eval_iters, world):
             x, y = to_device(data.batch(val_tokens, i, EVAL_SEED, batch_size=EVAL_BATCH, block_size=config.block_size), device)
-            with autocast():
+            with low():
                 total += model(x, y)[1].item()
         model.train()
         return over_ranks(total) / config.eval_iters
@@ -386,8 +384,9 @@ def main(argv=None):
         if rank:
             return
         try:
-            save(ckpt, model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best_val_loss=best,
-                 model_config=asdict(model_config), train_config=asdict(config))
+            with data.written_whole(ckpt, "wb", "partial") as f:
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best_val_loss": best,
+                            "model_config": asdict(model_config), "train_config": asdict(config)}, f)
         except (OSError, RuntimeError) as e:                                 # such as a full disk
             fail(f"step {step:,} could not be saved: {e}")
 
@@ -416,7 +415,7 @@ def main(argv=None):
         for micro_x, micro_y in zip(x.split(config.batch_size), y.split(config.batch_size)):
             done += len(micro_x)
             with alone() if done < len(x) else nullcontext():                # gradients meet in the last backward
-                with autocast():
+                with low():
                     loss = run(micro_x, micro_y)[1] * (len(micro_x) / len(x))
                 loss.backward()
             loss_sum += loss.detach()
@@ -427,15 +426,16 @@ def main(argv=None):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        halt = over_ranks(len(stop), dist.ReduceOp.MAX) > 0                  # all ranks stop after the same step
+        halt = over_ranks(len(stop)) > 0                  # all ranks stop after the same step
 
         last = step == config.max_iters
         if step % config.log_interval == 0 or last:
             seconds = (time.perf_counter() - started) / (step - timed)
             rate = tokens_per_step / seconds
-            mfu = f" | MFU {100 * rate * flops_per_token(model, config.block_size) / peak / world:.1f}%" if peak else ""
+            share_of_peak = mfu(model, config.block_size, rate / world, where)
+            shown = f" | MFU {100 * share_of_peak:.1f}%" if share_of_peak else ""
             say(f"step {step:,}/{config.max_iters:,} ({100 * step / config.max_iters:.0f}%) | loss {np.mean(losses):.4f} | lr {lr:.1e} | "
-                f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s{mfu} | ETA {data.clock(seconds * (config.max_iters - step))}", flush=True)
+                f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s{shown} | ETA {data.clock(seconds * (config.max_iters - step))}", flush=True)
             log(step=step, loss=float(np.mean(losses)), lr=lr, grad_norm=norm, ms=1000 * seconds, tokens_per_second=rate)
             losses, started, timed = [], time.perf_counter(), step
         if last or config.eval_interval and step % config.eval_interval == 0:
@@ -453,8 +453,7 @@ def main(argv=None):
         checkpoint_now()
         say(f"signal {stop[0]}: saved step {step:,}; continue with --resume --out_dir {out}", flush=True)
     code = 128 + stop[0] if halt else 0
-    if world > 1:
-        leave_ranks(code)
+    leave_ranks(code)
     if code:
         raise SystemExit(code)
 

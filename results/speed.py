@@ -188,7 +188,7 @@ def full_of(pos, T, n_layer=16):
         return seconds(lambda: (f(), wait()))
 
     def forward(n):
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with train.autocast(device, dtype):
             model.nll(idx[:, :n], idx[:, 1:n + 1])
     forward(64)
     peak_mb(device, reset=True)
@@ -217,8 +217,7 @@ def train_of(pos, *flags):
     config, steps_ = entries[0], [e for e in entries if "tokens_per_second" in e]
     rate = max(e["tokens_per_second"] for e in steps_[1:] or steps_)
     model = GPT(GPTConfig(**config["model_config"]))
-    peak = next((p for word, p in train.PEAK_TFLOPS.items() if word in config["device"]), None)
-    mfu = rate * train.flops_per_token(model, config["train_config"]["block_size"]) / 1e12 / peak if peak else None
+    mfu = train.mfu(model, config["train_config"]["block_size"], rate, config["device"])
     return {"tokens_per_second": round(rate), "mfu": mfu and round(mfu, 3), "micro_batch": config["train_config"]["batch_size"],
             "peak_mb": peak_mb(torch.device("cuda")) if torch.cuda.is_available() else None, "loss": round(steps_[-1]["loss"], 3)}
 
