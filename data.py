@@ -1,16 +1,16 @@
 """Text as files of token ids, and batches as a pure function of (seed, iteration, rank).
 
-    python data.py stdlib                                   the running Python's standard library (the default)
+    python data.py stdlib                                   the running Python's standard library (default)
     python data.py PATH... [--name NAME] [--encoding gpt2]  text files, folders, .jsonl with a field "text"
     python data.py openwebtext [--tokens 3e9]               the paper's corpus, from the Hugging Face hub
 
 Each writes data/NAME/train.bin and val.bin (uint16 ids, nanoGPT's format) and meta.json, whole or not at all.
 Any folder with nanoGPT's train.bin and val.bin works as it is.
 
-The split: one document in ten, chosen by a hash of its name, is held out for validation (of OpenWebText one in
-twenty, by a hash of its text), unless most of it is a copy of training text. Where that leaves one side empty,
-as for a single file, the last tenth of the text is held out. Documents are joined, <|endoftext|> after each, and
-windows are cut from the whole: they cross the borders of documents.
+The split: one document in ten, chosen by a hash of its name, is held out for validation (of OpenWebText one
+in twenty, by a hash of its text); held-out documents that mostly copy training text are dropped. Where that
+leaves one side empty, as for a single file, the last tenth of the text is held out. Documents are joined,
+<|endoftext|> after each, and windows are cut from the whole: they cross the borders of documents.
 """
 import argparse
 import hashlib
@@ -33,9 +33,9 @@ import numpy as np
 EOT = "<|endoftext|>"
 OPENWEBTEXT = "Skylion007/openwebtext"           # 8,013,769 documents, 9 billion GPT-2 tokens
 UNLIMITED = 2 ** 62                              # tokens
-LOOKED_FOR = 2 ** 18                             # shingles of the validation text to look for in training text
+LOOKED_FOR = 2 ** 18                             # shingles of held-out text to look for in training text
 TEXT = set(".txt .md .rst .py .c .h .cpp .js .ts .java .go .rs .tex .html .css .json .jsonl".split())
-PACKED = b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PAR1"     # how such files begin
+PACKED = b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PAR1"  # such files' first bytes
 
 
 def die(message):
@@ -56,7 +56,7 @@ def clock(seconds):
 
 
 def progress(shown, text):
-    """Print text() on stderr if the last such line, of time `shown`, is old enough -> time of the last line."""
+    """Print text() on stderr if the last line, of time `shown`, is old enough -> time of the last line."""
     now, tty = time.time(), sys.stderr.isatty()
     if now - shown < (1 if tty else 30):
         return shown
@@ -66,7 +66,7 @@ def progress(shown, text):
 
 @contextmanager
 def written_whole(path, mode="w", suffix=None):
-    """A file to write as path.suffix (default: the process id), renamed at the end: `path` is always whole."""
+    """A file to write as path.suffix (default: process id) and rename at the end: `path` is always whole."""
     partial = Path(f"{path}.{suffix or os.getpid()}")
     try:
         with partial.open(mode) as file:
@@ -106,8 +106,8 @@ def alone(folder):
 def encoding(name):
     """A tiktoken.Encoding: "bytes", one of tiktoken's ("gpt2"), or one cut to its first ids ("gpt2:8192").
 
-    "bytes" has 257 ids: the bytes and <|endoftext|>. A cut encoding keeps the first merges, <|endoftext|> is its
-    last id, and any text can still be encoded. ValueError if unknown, or the vocabulary cannot be loaded.
+    "bytes" has 257 ids: the bytes and <|endoftext|>. A cut encoding keeps the first merges, <|endoftext|> is
+    its last id, and it encodes any text. ValueError if unknown, or the vocabulary cannot be loaded.
     """
     try:
         import tiktoken
@@ -122,8 +122,8 @@ def encoding(name):
         try:
             whole = tiktoken.get_encoding(base)
         except Exception as e:                   # whatever the network layer raises
-            raise ValueError(f"the vocabulary of {base} could not be loaded ({type(e).__name__}): connect to the "
-                             "network once, set TIKTOKEN_CACHE_DIR to a folder with it, or use --encoding bytes")
+            raise ValueError(f"the vocabulary of {base} could not be loaded ({type(e).__name__}): connect to "
+                             "the network, set TIKTOKEN_CACHE_DIR to a folder with it, or use --encoding bytes")
         if not cut:
             return whole
         if not (size.isdecimal() and 257 <= int(size) <= whole.n_vocab):
@@ -167,27 +167,24 @@ def stdlib_documents():
 
 
 def file_documents(paths, left_out):
-    """Text files, the text files in folders, the texts in .jsonl lines. ValueError for a path that is no text."""
+    """Text files, also in folders, and the texts of .jsonl lines. ValueError for a path that is no text."""
     for top in map(Path, paths):
         if not top.exists():
             raise ValueError(f"{top} does not exist")
         files = sorted(top.rglob("*")) if top.is_dir() else [top]
         for path in filter(Path.is_file, files):
             suffix, name = path.suffix.lower(), path.relative_to(top.parent).as_posix()
-            wanted = path == top or suffix in TEXT
-            raw = b""
-            if wanted and suffix != ".jsonl":
-                raw = path.read_bytes()
-            elif wanted:
-                with path.open("rb") as file:
-                    raw = file.read(4096)        # a .jsonl may be larger than the memory
-            packed = raw.startswith(PACKED) or b"\0" in raw
-            if packed and path == top:
-                raise ValueError(f"{path} is compressed or binary: name a text file (UTF-8) instead")
-            if packed or not wanted:
+            if path != top and suffix not in TEXT:
                 left_out["files that are not text"] += 1
-            elif suffix == ".jsonl":
+                continue
+            if suffix == ".jsonl":
                 yield from jsonl_documents(path, name, left_out)
+                continue
+            raw = path.read_bytes()
+            if raw.startswith(PACKED) or b"\0" in raw:
+                if path == top:
+                    raise ValueError(f"{path} is compressed or binary: name a text file (UTF-8) instead")
+                left_out["files that are not text"] += 1
             elif raw:
                 yield name, raw
 
@@ -208,7 +205,7 @@ def jsonl_documents(path, name, left_out):
 
 
 def openwebtext_documents(repo, left_out):
-    """The texts of a data set of the hub, or of a folder that `datasets` can read, streamed: nothing is stored.
+    """The texts of a data set of the hub, or of a folder that `datasets` can read, streamed.
 
     Raises ValueError if `datasets` is missing or the data set cannot be read.
     """
@@ -216,7 +213,7 @@ def openwebtext_documents(repo, left_out):
         import datasets
     except ImportError:
         raise ValueError("openwebtext needs Hugging Face datasets: pip install datasets")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)             # one line of ours, not its retries
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)           # one line of ours, not its retries
     how = {"split": "train", "streaming": True}
     try:
         try:
@@ -230,8 +227,8 @@ def openwebtext_documents(repo, left_out):
                 left_out["documents without text"] += 1
     except Exception as e:                       # whatever the network layer raises
         reason = str(e).strip().partition("\n")[0][:100]
-        raise ValueError(f"{repo} cannot be read ({type(e).__name__}: {reason}): connect to the network and run "
-                         "the same command again, name a copy with --repo, or take python data.py stdlib")
+        raise ValueError(f"{repo} cannot be read ({type(e).__name__}: {reason}): connect to the network and "
+                         "run this again, name a copy with --repo, or take another corpus, such as stdlib")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -255,8 +252,8 @@ def shingles(ids):
 def without_copies(documents, train):
     """The documents (lists of ids) of which at most half of the shingles occur in the ids of `train`.
 
-    Of many shingles only those with the smallest hashes are looked for, so memory is bounded. A document shorter
-    than a shingle stays.
+    Of many shingles only those with the smallest hashes are looked for, so memory is bounded. A document
+    shorter than a shingle stays.
     """
     total = sum(map(len, documents))
     limit = min(2 ** 64 - 1, 2 ** 64 * LOOKED_FOR // max(1, total))
@@ -300,10 +297,11 @@ def write_train(documents, file, tokens, val_tokens, one_in, label):
 
 def prepare(documents, out, name="bytes", source="", *, tokens=UNLIMITED, val_tokens=UNLIMITED, one_in=10,
             left_out=None):
-    """Write out/train.bin, val.bin and meta.json, within `alone(out)` -> what meta.json holds.
+    """Write out/train.bin, val.bin and meta.json, within `alone(out)`.
 
-    documents (name, bytes) pairs, of which one in `one_in` is held out, to val_tokens; the others are training
-    text, to `tokens`. name: of the encoding. ValueError for too little text, or a folder of another source.
+    documents (name, bytes) pairs, of which one in `one_in` is held out, to val_tokens; the others are
+    training text, to `tokens`. name: of the encoding. left_out: what the documents count as they are read.
+    Raises ValueError for too little text, or a folder that holds another source's.
     """
     encode, vocab_size = encoder(name)
     left_out = Counter() if left_out is None else left_out
@@ -311,36 +309,41 @@ def prepare(documents, out, name="bytes", source="", *, tokens=UNLIMITED, val_to
     if any(path.exists() for path in bins) and note(out).get("source") != source:
         raise ValueError(f"{out} holds {note(out).get('source', 'text of unknown source')}: choose another "
                          "--name, or delete it first")
-    documents = encoded(documents, encode)
     with written_whole(bins[0], "w+b", "partial") as train, written_whole(bins[1], "wb", "partial") as val:
-        held_out, count = write_train(documents, train, tokens, val_tokens, one_in, out)
+        held_out, count = write_train(encoded(documents, encode), train, tokens, val_tokens, one_in, out)
         train.flush()
-        kept = held_out
-        if train.tell():
-            kept = without_copies(held_out, np.memmap(train.name, np.uint16, "r"))
-            left_out["held-out documents that copy training text"] += len(held_out) - len(kept)
+        text = np.memmap(train.name, np.uint16, "r") if train.tell() else np.zeros(0, np.uint16)
+        kept = without_copies(held_out, text)
+        left_out["held-out documents that copy training text"] += len(held_out) - len(kept)
+        if not len(text) or not kept:
+            kept = last_tenth(train, kept, tokens, val_tokens)
+        val.write(np.concatenate(kept).tobytes())
 
-        if train.tell() and kept:
-            val_ids = np.concatenate(kept)
-        else:                                    # all on one side
-            ids = np.concatenate([np.fromfile(train.name, np.uint16), *kept])
-            cut = len(ids) - min(max(1, len(ids) // 10), val_tokens)
-            train.seek(0)
-            train.truncate()
-            train.write(ids[:min(max(0, cut), tokens)].tobytes())
-            val_ids = ids[max(0, cut):]
-        val.write(val_ids.tobytes())
-        train_tokens = train.tell() // 2
-        if not train_tokens or not len(val_ids):
-            raise ValueError(f"{source or 'the input'} gave {train_tokens:,} training and {len(val_ids):,} "
+        sizes = train.tell() // 2, val.tell() // 2
+        if 0 in sizes:
+            raise ValueError(f"{source or 'the input'} gave {sizes[0]:,} training and {sizes[1]:,} "
                              f"validation tokens from {count} documents: it needs more text")
-
-        meta = {"encoding": name, "vocab_size": vocab_size, "train_tokens": train_tokens,
-                "val_tokens": len(val_ids), "documents": count, "source": source, "left_out": dict(left_out)}
+        meta = {"encoding": name, "vocab_size": vocab_size, "train_tokens": sizes[0], "val_tokens": sizes[1],
+                "documents": count, "source": source, "left_out": dict(left_out)}
         for path in bins:                        # old and new files never stand side by side
             path.unlink(missing_ok=True)
         write_json(out / "meta.json", meta, "partial")
-    return meta
+
+    print(f"{out}: {count:,} documents, {sizes[0]:,} training and {sizes[1]:,} validation tokens "
+          f"({name}, {vocab_size:,} ids)")
+    for kind, number in left_out.items():
+        if number:
+            print(f"{out}: left out {number:,} {kind}")
+
+
+def last_tenth(file, documents, tokens, val_tokens):
+    """All text is on one side: make the file its first nine tenths -> [the rest]."""
+    ids = np.concatenate([np.fromfile(file.name, np.uint16), *documents])
+    cut = max(0, len(ids) - min(max(1, len(ids) // 10), val_tokens))
+    file.seek(0)
+    file.truncate()
+    file.write(ids[:min(cut, tokens)].tobytes())
+    return [ids[cut:]]
 
 
 def encoded(documents, encode):
@@ -355,30 +358,23 @@ def stdlib():
     return stdlib_documents(), f"Python {platform.python_version()} standard library"
 
 
-def summary(out, meta):
-    left = [f"{count:,} {kind}" for kind, count in meta["left_out"].items() if count]
-    return (f"{out}: {meta['documents']:,} documents, {meta['train_tokens']:,} training and "
-            f"{meta['val_tokens']:,} validation tokens ({meta['encoding']}, {meta['vocab_size']:,} ids)"
-            f"{'; left out: ' if left else ''}{', '.join(left)}")
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Reading
 
 def find(name):
-    """Folder of a data set: a path with token files, or a name under data/; "stdlib" is prepared if missing."""
+    """Folder of a data set: a path with token files, or a name under data/; makes "stdlib" if missing."""
     default = Path("data/stdlib")
     if name == "stdlib" and not (default / "train.bin").exists():
         with alone(default):
-            if not (default / "train.bin").exists():                         # another process may have made it
+            if not (default / "train.bin").exists():         # else another process has just made it
                 documents, source = stdlib()
-                print(summary(default, prepare(documents, default, "bytes", source)))
+                prepare(documents, default, "bytes", source)
     for folder in (Path(name), Path("data") / name):
         if (folder / "train.bin").exists() or (folder / "val.bin").exists():
             return folder
     make = "openwebtext" if name == "openwebtext" else "PATH... --name NAME"
-    raise ValueError(f"no data set {name}: neither {name}/train.bin nor data/{name}/train.bin exists; make it "
-                     f"with python data.py {make}")
+    raise ValueError(f"no data set {name}: neither {name}/train.bin nor data/{name}/train.bin exists; "
+                     f"make it with python data.py {make}")
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -417,7 +413,7 @@ def note(folder):
 
 
 def describe(folder):
-    """-> name of the encoding, number of token ids. Without a note: "unknown", one more than the highest id."""
+    """-> name of the encoding, number of ids; without a note: "unknown", one more than the highest id."""
     known = note(folder)
     if known:
         return known.get("encoding", "unknown"), known["vocab_size"]
@@ -428,8 +424,8 @@ def describe(folder):
 def check_encoding(folder, encoding, vocab_size=None):
     """Raises ValueError if the folder's text has another encoding than a checkpoint's (encoding, vocab_size).
 
-    Where one is "unknown" (token files without a note) the sizes decide, if given: more than four times apart,
-    they are different encodings; nearer ones cannot be told apart and pass.
+    Where one is "unknown" (token files without a note) the sizes decide, if given: more than four times
+    apart, they are different encodings; nearer ones cannot be told apart and pass.
     """
     here, size = describe(folder)
     if "unknown" in (here, encoding):
@@ -444,8 +440,8 @@ def check_encoding(folder, encoding, vocab_size=None):
 def load(folder, split, at_least, vocab_size=None):
     """A split as a read-only uint16 array on disk.
 
-    Raises ValueError, naming the file, if it is missing, too short, or, where a vocab_size is given, holds an id
-    beyond it (all of the file is read for that).
+    Raises ValueError, naming the file, if it is missing, too short, or, where a vocab_size is given, holds
+    an id beyond it (all of the file is read for that).
     """
     path = Path(folder) / f"{split}.bin"
     size = path.stat().st_size if path.is_file() else 0
@@ -498,12 +494,12 @@ def arguments():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("paths", nargs="+", help='"stdlib", "openwebtext", or text files and folders')
-    add("--encoding", help="bytes, gpt2, gpt2:8192 (its first 8,192 ids), or another of tiktoken's with at most "
-        "65,536 ids (default: gpt2 for openwebtext, else bytes)")
+    add("--encoding", help="bytes, gpt2, gpt2:8192 (its first 8,192 ids), or another of tiktoken's with at "
+        "most 65,536 ids (default: gpt2 for openwebtext, else bytes)")
     add("--name", help="write to data/NAME (default: the name of the first path)")
     add("--tokens", type=token_count, help="of the training split (default: 3e9 for openwebtext, else all)")
     add("--val_tokens", type=token_count, help="of validation (default: 5e6 for openwebtext, else all)")
-    add("--repo", default=OPENWEBTEXT, help="openwebtext: another data set of the hub, or a folder of its files")
+    add("--repo", default=OPENWEBTEXT, help="openwebtext: another data set of the hub, or a local folder")
     return parser.parse_args()
 
 
@@ -525,13 +521,12 @@ def main():
     try:
         out = folder_for(args.paths[0], args.name)
         with alone(out):
-            meta = prepare(documents, out, source=source, **how)
+            prepare(documents, out, source=source, **how)
     except (ValueError, OSError) as e:
         die(e)
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         raise SystemExit(130)
-    print(summary(out, meta))
 
 
 if __name__ == "__main__":
