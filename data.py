@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import logging
+import mmap
 import os
 import pickle
 import platform
@@ -23,7 +24,6 @@ import signal
 import sys
 import sysconfig
 import time
-from collections import Counter
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -32,10 +32,11 @@ import numpy as np
 
 EOT = "<|endoftext|>"
 OPENWEBTEXT = "Skylion007/openwebtext"           # 8,013,769 documents, 9 billion GPT-2 tokens
+STDLIB = f"Python {platform.python_version()} standard library"
 UNLIMITED = 2 ** 62                              # tokens
 LOOKED_FOR = 2 ** 18                             # shingles of held-out text to look for in training text
 TEXT = set(".txt .md .rst .py .c .h .cpp .js .ts .java .go .rs .tex .html .css .json .jsonl".split())
-PACKED = b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PAR1"  # such files' first bytes
+PACKED = b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PAR1"  # first bytes
 
 
 def die(message):
@@ -123,7 +124,7 @@ def encoding(name):
             whole = tiktoken.get_encoding(base)
         except Exception as e:                   # whatever the network layer raises
             raise ValueError(f"the vocabulary of {base} could not be loaded ({type(e).__name__}): connect to "
-                             "the network, set TIKTOKEN_CACHE_DIR to a folder with it, or use --encoding bytes")
+                             "the network, point TIKTOKEN_CACHE_DIR to a copy, or use --encoding bytes")
         if not cut:
             return whole
         if not (size.isdecimal() and 257 <= int(size) <= whole.n_vocab):
@@ -154,7 +155,7 @@ def encoder(name):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Documents: (name, bytes) pairs. left_out counts by kind what is not read.
+# Documents: (name, bytes) pairs, with no bytes for what is left out
 
 def stdlib_documents():
     """The running Python's standard library by relative path, test folders left out."""
@@ -166,45 +167,40 @@ def stdlib_documents():
             yield name.as_posix(), path.read_bytes()
 
 
-def file_documents(paths, left_out):
+def file_documents(paths):
     """Text files, also in folders, and the texts of .jsonl lines. ValueError for a path that is no text."""
     for top in map(Path, paths):
         if not top.exists():
             raise ValueError(f"{top} does not exist")
         files = sorted(top.rglob("*")) if top.is_dir() else [top]
         for path in filter(Path.is_file, files):
-            suffix, name = path.suffix.lower(), path.relative_to(top.parent).as_posix()
-            if path != top and suffix not in TEXT:
-                left_out["files that are not text"] += 1
+            name = path.relative_to(top.parent).as_posix()
+            if path.suffix.lower() == ".jsonl":
+                yield from jsonl_documents(path, name)
                 continue
-            if suffix == ".jsonl":
-                yield from jsonl_documents(path, name, left_out)
-                continue
-            raw = path.read_bytes()
+            raw = b""
+            if path == top or path.suffix.lower() in TEXT:
+                raw = path.read_bytes()
             if raw.startswith(PACKED) or b"\0" in raw:
                 if path == top:
                     raise ValueError(f"{path} is compressed or binary: name a text file (UTF-8) instead")
-                left_out["files that are not text"] += 1
-            elif raw:
-                yield name, raw
+                raw = b""
+            yield name, raw
 
 
-def jsonl_documents(path, name, left_out):
+def jsonl_documents(path, name):
     """The field "text" of each line; lone surrogates become "?". ValueError for a line without that field."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 text = json.loads(line)["text"] if line.strip() else None
-                raw = "" if text is None else text.encode("utf-8", "replace")
+                raw = b"" if text is None else text.encode("utf-8", "replace")
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError(f"{path}, line {number}: not a JSON object with a text field \"text\"")
-            if raw:
-                yield f"{name}:{number}", raw
-            else:
-                left_out["lines without text"] += 1
+            yield f"{name}:{number}", raw
 
 
-def openwebtext_documents(repo, left_out):
+def openwebtext_documents(repo):
     """The texts of a data set of the hub, or of a folder that `datasets` can read, streamed.
 
     Raises ValueError if `datasets` is missing or the data set cannot be read.
@@ -221,10 +217,8 @@ def openwebtext_documents(repo, left_out):
         except RuntimeError:                     # datasets 4 refuses a repository with a loading script
             rows = datasets.load_dataset(repo, **how, revision="refs/convert/parquet")
         for row in rows:
-            if row["text"]:
-                yield row["text"], row["text"].encode("utf-8", "replace")
-            else:
-                left_out["documents without text"] += 1
+            text = row["text"] or ""
+            yield text, text.encode("utf-8", "replace")
     except Exception as e:                       # whatever the network layer raises
         reason = str(e).strip().partition("\n")[0][:100]
         raise ValueError(f"{repo} cannot be read ({type(e).__name__}: {reason}): connect to the network and "
@@ -269,9 +263,16 @@ def without_copies(documents, train):
     return [document for document, copy in zip(documents, copies) if not copy]
 
 
+def encoded(documents, encode):
+    """(name, ids) of each document, encoded 64 at a time over all threads."""
+    documents = iter(documents)
+    while batch := list(islice(documents, 64)):
+        yield from zip([name for name, _ in batch], encode([raw for _, raw in batch]))
+
+
 def write_train(documents, file, tokens, val_tokens, one_in, label):
-    """Write training documents (name, ids) to the file, to `tokens` -> held-out documents, number read."""
-    held_out, held, written, count = [], 0, 0, 0
+    """Write the training documents to a file -> held-out documents, number read, number without text."""
+    held_out, held, written, count, empty = [], 0, 0, 0, 0
     start = shown = time.time()
 
     def so_far():
@@ -281,59 +282,23 @@ def write_train(documents, file, tokens, val_tokens, one_in, label):
             return text
         return f"{text}, {100 * written / tokens:.1f}%, ETA {clock((tokens - written) / max(rate, 1))}"
 
-    for count, (name, ids) in enumerate(documents, 1):
+    for name, ids in documents:
+        if len(ids) == 1:                        # nothing but <|endoftext|>
+            empty += 1
+            continue
+        count += 1
         if is_val(name, one_in):
             if held < val_tokens:
                 held_out.append(ids[:val_tokens - held])
                 held += len(held_out[-1])
-            continue
-        file.write(ids[:tokens - written].tobytes())
-        written += min(len(ids), tokens - written)
-        shown = progress(shown, so_far)
+        else:
+            ids = ids[:tokens - written]
+            file.write(ids.tobytes())
+            written += len(ids)
         if written == tokens:
             break
-    return held_out, count
-
-
-def prepare(documents, out, name="bytes", source="", *, tokens=UNLIMITED, val_tokens=UNLIMITED, one_in=10,
-            left_out=None):
-    """Write out/train.bin, val.bin and meta.json, within `alone(out)`.
-
-    documents (name, bytes) pairs, of which one in `one_in` is held out, to val_tokens; the others are
-    training text, to `tokens`. name: of the encoding. left_out: what the documents count as they are read.
-    Raises ValueError for too little text, or a folder that holds another source's.
-    """
-    encode, vocab_size = encoder(name)
-    left_out = Counter() if left_out is None else left_out
-    bins = out / "train.bin", out / "val.bin"
-    if any(path.exists() for path in bins) and note(out).get("source") != source:
-        raise ValueError(f"{out} holds {note(out).get('source', 'text of unknown source')}: choose another "
-                         "--name, or delete it first")
-    with written_whole(bins[0], "w+b", "partial") as train, written_whole(bins[1], "wb", "partial") as val:
-        held_out, count = write_train(encoded(documents, encode), train, tokens, val_tokens, one_in, out)
-        train.flush()
-        text = np.memmap(train.name, np.uint16, "r") if train.tell() else np.zeros(0, np.uint16)
-        kept = without_copies(held_out, text)
-        left_out["held-out documents that copy training text"] += len(held_out) - len(kept)
-        if not len(text) or not kept:
-            kept = last_tenth(train, kept, tokens, val_tokens)
-        val.write(np.concatenate(kept).tobytes())
-
-        sizes = train.tell() // 2, val.tell() // 2
-        if 0 in sizes:
-            raise ValueError(f"{source or 'the input'} gave {sizes[0]:,} training and {sizes[1]:,} "
-                             f"validation tokens from {count} documents: it needs more text")
-        meta = {"encoding": name, "vocab_size": vocab_size, "train_tokens": sizes[0], "val_tokens": sizes[1],
-                "documents": count, "source": source, "left_out": dict(left_out)}
-        for path in bins:                        # old and new files never stand side by side
-            path.unlink(missing_ok=True)
-        write_json(out / "meta.json", meta, "partial")
-
-    print(f"{out}: {count:,} documents, {sizes[0]:,} training and {sizes[1]:,} validation tokens "
-          f"({name}, {vocab_size:,} ids)")
-    for kind, number in left_out.items():
-        if number:
-            print(f"{out}: left out {number:,} {kind}")
+        shown = progress(shown, so_far)
+    return held_out, count, empty
 
 
 def last_tenth(file, documents, tokens, val_tokens):
@@ -346,16 +311,40 @@ def last_tenth(file, documents, tokens, val_tokens):
     return [ids[cut:]]
 
 
-def encoded(documents, encode):
-    """(name, ids) of each document, encoded 64 at a time over all threads."""
-    documents = iter(documents)
-    while batch := list(islice(documents, 64)):
-        yield from zip([name for name, _ in batch], encode([raw for _, raw in batch]))
+def prepare(documents, out, name="bytes", source="", tokens=UNLIMITED, val_tokens=UNLIMITED, one_in=10):
+    """Write out/train.bin, val.bin and meta.json, within `alone(out)`.
 
+    documents (name, bytes) pairs; one in `one_in` is held out, to val_tokens, the others are training text,
+    to `tokens`; name: of the encoding. ValueError for too little text, or a folder of another source.
+    """
+    encode, vocab_size = encoder(name)
+    bins = out / "train.bin", out / "val.bin"
+    if any(path.exists() for path in bins) and note(out).get("source") != source:
+        raise ValueError(f"{out} holds {note(out).get('source', 'text of unknown source')}: choose another "
+                         "--name, or delete it first")
+    with written_whole(bins[0], "w+b", "partial") as train, written_whole(bins[1], "wb", "partial") as val:
+        documents = encoded(documents, encode)
+        held_out, count, empty = write_train(documents, train, tokens, val_tokens, one_in, out)
+        train.flush()
+        text = np.memmap(train.name, np.uint16, "r") if train.tell() else np.zeros(0, np.uint16)
+        kept = without_copies(held_out, text)
+        left_out = {"empty": empty, "copies": len(held_out) - len(kept)}
+        if not len(text) or not kept:
+            kept = last_tenth(train, kept, tokens, val_tokens)
+        val.write(np.concatenate(kept).tobytes())
 
-def stdlib():
-    """Documents and source of the default corpus."""
-    return stdlib_documents(), f"Python {platform.python_version()} standard library"
+        sizes = train.tell() // 2, val.tell() // 2
+        if 0 in sizes:
+            raise ValueError(f"{source or 'the input'} gave {sizes[0]:,} training and {sizes[1]:,} "
+                             f"validation tokens from {count} documents: it needs more text")
+        meta = {"encoding": name, "vocab_size": vocab_size, "train_tokens": sizes[0], "val_tokens": sizes[1],
+                "documents": count, "left_out": left_out, "source": source}
+        for path in bins:                        # old and new files never stand side by side
+            path.unlink(missing_ok=True)
+        write_json(out / "meta.json", meta, "partial")
+    print(f"{out}: {count:,} documents, {sizes[0]:,} training and {sizes[1]:,} validation tokens "
+          f"({name}, {vocab_size:,} ids)\n{out}: left out {empty:,} files or lines without text, and "
+          f"{left_out['copies']:,} held-out documents that copy training text")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -367,8 +356,7 @@ def find(name):
     if name == "stdlib" and not (default / "train.bin").exists():
         with alone(default):
             if not (default / "train.bin").exists():         # else another process has just made it
-                documents, source = stdlib()
-                prepare(documents, default, "bytes", source)
+                prepare(stdlib_documents(), default, "bytes", STDLIB)
     for folder in (Path(name), Path("data") / name):
         if (folder / "train.bin").exists() or (folder / "val.bin").exists():
             return folder
@@ -466,6 +454,8 @@ def batch(tokens, iter_num, seed, rank=0, world_size=1, *, batch_size, block_siz
     draw = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, iter_num, 0]))
     starts = draw.integers(0, len(tokens) - block_size, size=batch_size)[rank::world_size]
     rows = np.stack([tokens[i:i + block_size + 1] for i in starts]).astype(np.int64)
+    if isinstance(tokens, np.memmap) and hasattr(mmap, "MADV_DONTNEED"):
+        tokens._mmap.madvise(mmap.MADV_DONTNEED)             # pages once read do not add up in this process
     return rows[:, :-1], rows[:, 1:]
 
 
@@ -506,22 +496,21 @@ def arguments():
 def main():
     args = arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    left_out = Counter()
-    how = {"one_in": 10, "tokens": UNLIMITED, "val_tokens": UNLIMITED, "name": "bytes", "left_out": left_out}
+    limits = args.tokens or UNLIMITED, args.val_tokens or UNLIMITED
+    encoding_name, one_in = args.encoding or "bytes", 10
     if args.paths == ["stdlib"]:
-        documents, source = stdlib()
+        documents, source = stdlib_documents(), STDLIB
     elif args.paths == ["openwebtext"]:
-        documents, source = openwebtext_documents(args.repo, left_out), args.repo
-        how |= {"one_in": 20, "tokens": 3 * 10 ** 9, "val_tokens": 5 * 10 ** 6, "name": "gpt2"}
+        documents, source = openwebtext_documents(args.repo), args.repo
+        limits = args.tokens or 3 * 10 ** 9, args.val_tokens or 5 * 10 ** 6
+        encoding_name, one_in = args.encoding or "gpt2", 20
     else:
-        documents = file_documents(args.paths, left_out)
+        documents = file_documents(args.paths)
         source = ", ".join(str(Path(path).resolve()) for path in args.paths)
-    given = {"tokens": args.tokens, "val_tokens": args.val_tokens, "name": args.encoding}
-    how |= {key: value for key, value in given.items() if value is not None}
     try:
         out = folder_for(args.paths[0], args.name)
         with alone(out):
-            prepare(documents, out, source=source, **how)
+            prepare(documents, out, encoding_name, source, *limits, one_in)
     except (ValueError, OSError) as e:
         die(e)
     except KeyboardInterrupt:

@@ -1,17 +1,22 @@
 """All tests:  pytest -q test_all.py   (CPU, two cores, under five minutes; GPU parts skip with a reason)"""
 import ast
+import bz2
 import dataclasses
+import gzip
 import hashlib
 import importlib.util
 import itertools
 import json
+import lzma
 import math
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -612,31 +617,102 @@ def corpus(tmp_path_factory):
 
 
 def cli(*argv, cwd=HERE, **env):
-    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": str(HERE), **env})
+    env = {**os.environ, "PYTHONPATH": str(HERE), **env}
+    command = [sys.executable, *map(str, argv)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 def refused(result, *words):
     """One line on stderr that says what is wrong, exit status 2."""
-    code, err = (result.returncode, result.stderr) if isinstance(result, subprocess.CompletedProcess) else result
+    if isinstance(result, subprocess.CompletedProcess):
+        result = result.returncode, result.stderr
+    code, err = result
     assert code == 2 and err.count("\n") == 1 and err.startswith("error: "), (code, err)
-    assert all(str(w) in err for w in words), err
+    assert all(str(word) in err for word in words), err
+
+
+def gpt2_or_skip():
+    pytest.importorskip("tiktoken")
+    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
+        pytest.skip("the GPT-2 vocabulary: set TIKTOKEN_CACHE_DIR")
+
+
+def prepare(documents, out, *how, **more):
+    """Write a data set as the command line does -> what its meta.json holds."""
+    with data.alone(out):
+        data.prepare(documents, out, *how, **more)
+    return json.loads((out / "meta.json").read_text())
+
+
+def bins(out):
+    return [np.fromfile(out / f"{split}.bin", np.uint16) for split in ("train", "val")]
+
+
+def documents_of(ids):
+    """The byte documents of a token file, in order."""
+    ends = np.flatnonzero(ids == 256)
+    return [bytes(part[:-1].astype(np.uint8)) for part in np.split(ids, ends + 1)[:-1]]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+WHOLE = ["meta.json", "train.bin", "val.bin"]
+NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
+              "HTTP_PROXY": "http://127.0.0.1:9"}
 
 
 def test_byte_encoding_round_trip():
     tiktoken = pytest.importorskip("tiktoken")
     enc, text = data.encoding("bytes"), "naïve 😀 <|endoftext|>\n\t" * 20
-    encode, vocab = data.encoder("bytes")
-    assert isinstance(enc, tiktoken.Encoding) and vocab == enc.n_vocab == 257
-    ids, eot, odd = encode([text.encode(), b"a<|endoftext|>b", b"\xff\xfe"])
-    assert ids.tolist() == enc.encode_ordinary(text) + [256] and enc.decode(ids[:-1].tolist()) == text
-    assert len(eot) == 16 and odd[:2].tolist() == [255, 254]               # bytes that are no text
+    encode, vocab_size = data.encoder("bytes")
+    assert isinstance(enc, tiktoken.Encoding) and vocab_size == enc.n_vocab == 257
+    ids, literal, odd = encode([text.encode(), b"a<|endoftext|>b", b"\xff\xfe"])
+    assert ids.dtype == np.uint16 and ids.tolist() == enc.encode_ordinary(text) + [256]
+    assert enc.decode(ids[:-1].tolist()) == text
+    assert len(literal) == 16 and odd.tolist() == [255, 254, 256]          # bytes that are no text
+
+
+def test_an_encoding_cut_to_its_first_merges_is_lossless(tmp_path):
+    gpt2_or_skip()
+    text = "The naïve 😀 transport: <|endoftext|>\n\n    accumulate(steps) = 123456789\x01" * 5
+    whole = data.encoding("gpt2")
+    lengths = []
+    for size in (257, 258, 1000, 8192, 50257):
+        enc, (encode, vocab_size) = data.encoding(f"gpt2:{size}"), data.encoder(f"gpt2:{size}")
+        ids = encode([text.encode()])[0].tolist()
+        assert vocab_size == enc.n_vocab == size and max(ids) == ids[-1] == enc.eot_token == size - 1
+        assert enc.decode(ids[:-1]) == text and size - 1 not in ids[:-1]
+        assert all(enc.decode_single_token_bytes(i) == whole.decode_single_token_bytes(i) for i in ids[:-1])
+        lengths.append(len(ids))
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] == len(text.encode()) + 1
+    assert ids[:-1] == whole.encode_ordinary(text)                         # uncut: GPT-2 itself
+    (tmp_path / "t.txt").write_text(text * 20)
+    for bad in ("gpt2:256", "gpt2:50258", "gpt2:", "gpt2:-5", "gpt2:1e3", "bytes:300", "klingon:9"):
+        with pytest.raises(ValueError, match=bad):
+            data.encoding(bad)
+    refused(cli(HERE / "data.py", "t.txt", "--encoding", "gpt2:256", cwd=tmp_path), "gpt2:256", "50257")
+    assert not list(tmp_path.glob("data/*"))
+    assert cli(HERE / "data.py", "t.txt", "--encoding", "gpt2:1000", cwd=tmp_path).returncode == 0
+    assert data.describe(tmp_path / "data/t") == ("gpt2:1000", 1000)
+    assert max(ids.max() for ids in bins(tmp_path / "data/t")) == 999
+
+
+def test_a_megabyte_of_one_letter_is_encoded():
+    """Versions of tiktoken before 0.13 need time that grows with the square of a word's length."""
+    assert "tiktoken>=0.13" in (HERE / "requirements.txt").read_text().split()
+    gpt2_or_skip()
+    encode, vocab_size = data.encoder("gpt2")
+    start = time.time()
+    assert len(encode([b"a" * 2 ** 20])[0]) > 1000 and time.time() - start < 30
 
 
 class Hub:
     """Stands in for Hugging Face `datasets`: a stream of n documents that fails when `fail_at` is read."""
-    def __init__(self, n=400, fail_at=None, failure=lambda: ConnectionError("the network is down"), script=False, change=""):
-        self.n, self.fail_at, self.failure, self.script, self.change, self.read, self.revisions = n, fail_at, failure, script, change, 0, []
+    def __init__(self, n=400, fail_at=None, failure=ConnectionError("the network is down"), script=False):
+        self.n, self.fail_at, self.failure, self.script = n, fail_at, failure, script
+        self.read, self.revisions = 0, []
 
     def load_dataset(self, repo, split, streaming, revision=None):
         assert (split, streaming) == ("train", True)
@@ -645,126 +721,90 @@ class Hub:
             raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
         return self
 
-    def skip(self, start):
-        return iter(self.rows(start))
-
     def __iter__(self):
-        return iter(self.rows(0))
-
-    def rows(self, start):
-        for i in range(start, self.n):
+        for i in range(self.n):
             self.read += 1
             if i == self.fail_at:
-                raise self.failure()
-            yield {"text": f"{self.change}document {i}: " + " ".join(str((i * j) % 97) for j in range(i % 40))}
-
-
-HUB = {"tokens": 20000, "val_tokens": 900, "share": 20, "resumable": True}
+                raise self.failure
+            yield {"text": f"document {i}: " + " ".join(str((i * j) % 97) for j in range(i % 40))}
 
 
 def web(out, hub, monkeypatch, encoding="bytes", **how):
     monkeypatch.setitem(sys.modules, "datasets", hub)
-    monkeypatch.setattr(data, "SAVE_SECONDS", 0)
-    monkeypatch.setattr(data, "BATCH_BYTES", 1000)
-    return data.prepare(data.openwebtext_documents, out, encoding, "owt", **HUB | how)
-
-
-def bins(out):
-    return [(out / f"{split}.bin").read_bytes() for split in ("train", "val")]
+    how = {"tokens": 20000, "val_tokens": 900, "one_in": 20} | how
+    return prepare(data.openwebtext_documents("owt"), out, encoding, "owt", **how)
 
 
 def test_openwebtext_stops_at_its_bounds_and_splits_by_document(tmp_path, monkeypatch):
     meta = web(tmp_path / "a", hub := Hub(), monkeypatch)
-    assert meta["train_tokens"] == 20000 and meta["val_tokens"] == 900 and meta["vocab_size"] == 257 and meta["documents"] < 400
-    assert hub.read < meta["documents"] + 60                               # reads ahead by two batches at most
-    train, val = (np.frombuffer(raw, np.uint16) for raw in bins(tmp_path / "a"))
-    documents = lambda ids: {bytes(d.astype(np.uint8)) for d in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]}
+    assert meta["train_tokens"] == 20000 and meta["val_tokens"] <= 900 and meta["vocab_size"] == 257
+    assert meta["documents"] < 400 and hub.read < meta["documents"] + 64
     texts = [row["text"] for row in Hub()][:meta["documents"]]
-    assert documents(val) <= {t.encode() + b"\0" for t in texts if data.is_val(t, 20)}      # 256 as a byte is 0
-    assert documents(train) <= {t.encode() + b"\0" for t in texts if not data.is_val(t, 20)} and len(documents(train)) > 100
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["meta.json", "train.bin", "val.bin"]
-    assert web(tmp_path / "a", hub := Hub(), monkeypatch) == meta and hub.read == 0      # done before
-    web(tmp_path / "short", Hub(), monkeypatch, tokens=5000, val_tokens=100)  # other bounds: the same beginning
-    assert all(whole.startswith(part) for whole, part in zip(bins(tmp_path / "a"), bins(tmp_path / "short")))
-    web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)       # a stream that ends early
-    assert sum(map(len, bins(tmp_path / "all"))) == 2 * sum(len(row["text"]) + 1 for row in Hub())
+    train_texts, val_texts = map(documents_of, bins(tmp_path / "a"))
+    assert set(val_texts) <= {text.encode() for text in texts if data.is_val(text, 20)} and val_texts
+    assert train_texts == [text.encode() for text in texts if not data.is_val(text, 20)][:len(train_texts)]
+    assert len(train_texts) > 100 and names(tmp_path / "a") == WHOLE
+    web(tmp_path / "short", Hub(), monkeypatch, tokens=5000)               # another bound: the same beginning
+    assert (bins(tmp_path / "a")[0][:5000] == bins(tmp_path / "short")[0]).all()
+    meta = web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)    # ends early
+    kept = sum(map(documents_of, bins(tmp_path / "all")), [])
+    copies = meta["left_out"]["copies"]
+    assert len(kept) == 400 - copies and set(kept) <= {row["text"].encode() for row in Hub()}
 
 
-@pytest.mark.parametrize("stops", [(1,), (100,), (100, 101, 230)])
-def test_openwebtext_interrupted_gives_the_same_bytes(tmp_path, monkeypatch, stops):
-    web(tmp_path / "straight", straight := Hub(), monkeypatch)
-    for stop in stops:
-        with pytest.raises(ValueError, match="network is down.*same command again"):
-            web(tmp_path / "broken", Hub(fail_at=stop), monkeypatch)
-        assert not list((tmp_path / "broken").glob("*.bin"))               # nothing that looks whole
-    web(tmp_path / "broken", hub := Hub(), monkeypatch)
-    assert bins(tmp_path / "broken") == bins(tmp_path / "straight")
-    assert hub.read <= straight.read - (stops[-1] > 1) * (stops[-1] - 40)  # it did go on, not start again
-    assert not list((tmp_path / "broken").glob("*.partial")) and not (tmp_path / "broken" / "progress.json").exists()
+@pytest.mark.parametrize("failure", [ConnectionError("the network is down"), KeyboardInterrupt()])
+def test_openwebtext_interrupted_leaves_nothing_and_starts_again(tmp_path, monkeypatch, failure):
+    for stop in (0, 1, 230):
+        with pytest.raises((ValueError, KeyboardInterrupt)):
+            web(tmp_path / "broken", Hub(fail_at=stop, failure=failure), monkeypatch)
+        assert not (tmp_path / "broken").exists()
+    web(tmp_path / "broken", Hub(), monkeypatch)
+    before = bins(tmp_path / "broken")
+    with pytest.raises((ValueError, KeyboardInterrupt)):                   # what was there stays
+        web(tmp_path / "broken", Hub(fail_at=230, failure=failure), monkeypatch, tokens=10 ** 6)
+    assert all(map(np.array_equal, before, bins(tmp_path / "broken"))) and names(tmp_path / "broken") == WHOLE
 
 
-def test_openwebtext_killed_gives_the_same_bytes(tmp_path, monkeypatch):
-    """SIGKILL between notes: what was written after the last note is written again."""
-    web(tmp_path / "straight", Hub(), monkeypatch)
-    code = ("import os, signal, sys; sys.path.insert(0, sys.argv[1]); import test_all, data\n"
-            "hub = test_all.Hub(fail_at=150, failure=lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
-            "with test_all.pytest.MonkeyPatch.context() as m: test_all.web(test_all.Path(sys.argv[2]), hub, m)")
-    result = subprocess.run([sys.executable, "-c", code, str(HERE), str(tmp_path / "killed")], capture_output=True, text=True)
-    assert result.returncode == -9 and (tmp_path / "killed" / "progress.json").exists(), result.stderr
-    with open(tmp_path / "killed" / "train.bin.partial", "ab") as f:
-        f.write(b"half a batch")
-    web(tmp_path / "killed", hub := Hub(), monkeypatch)
-    assert bins(tmp_path / "killed") == bins(tmp_path / "straight") and hub.read < 300
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_openwebtext_killed_leaves_nothing_that_looks_whole(tmp_path, by):
+    """What SIGKILL leaves, the next run overwrites."""
+    texts = [f"document {i}: {i * i}" for i in range(3000)]
+    (tmp_path / "datasets.py").write_text(
+        "import os, pathlib\n"
+        "def load_dataset(*args, **how):\n"
+        f"    for i, text in enumerate({texts}):\n"
+        "        if i == 1500 and not pathlib.Path('again').exists():\n"
+        f"            os.kill(os.getpid(), {int(by)})\n"
+        "        yield {'text': text}\n")
+    command = [HERE / "data.py", "openwebtext", "--encoding", "bytes"]
+    result = cli(*command, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    folder = tmp_path / "data/openwebtext"
+    if by == signal.SIGTERM:
+        assert result.returncode == 130 and "nothing was written" in result.stderr and not folder.exists()
+    else:
+        assert result.returncode == -9 and set(names(folder)) == {"train.bin.partial", "val.bin.partial"}
+    (tmp_path / "again").touch()
+    assert cli(*command, cwd=tmp_path, PYTHONPATH=str(tmp_path)).returncode == 0
+    assert names(folder) == WHOLE
+    assert documents_of(bins(folder)[0]) == [text.encode() for text in texts if not data.is_val(text, 20)]
 
 
-@pytest.mark.parametrize("moment", ["documents end", "meta", "replace"])
-def test_openwebtext_killed_at_the_very_end(tmp_path, monkeypatch, moment):
-    web(tmp_path / "straight", Hub(), monkeypatch, tokens=300, val_tokens=10 ** 6)
-    real = {"json": data.write_json, "replace": os.replace}
+@pytest.mark.parametrize("moment", ["meta.json", "val.bin", "train.bin"])
+def test_old_and_new_files_never_stand_side_by_side(tmp_path, monkeypatch, moment):
+    """Stopped while it renames, a second preparation leaves no training text rather than the old one."""
+    web(tmp_path / "b", Hub(), monkeypatch, tokens=300)
+    real = os.replace
 
-    def write_json(path, value):
-        if moment == "meta" and path.name == "meta.json":
+    def replace(partial, path):
+        if Path(path).name == moment:
             raise OSError(28, "No space left on device")
-        real["json"](path, value)
-
-    def replace(a, b):
-        if moment == "replace" and str(b).endswith("val.bin"):
-            raise KeyboardInterrupt
-        real["replace"](a, b)
-    with monkeypatch.context() as m, pytest.raises((OSError, KeyboardInterrupt, ValueError)):
-        m.setattr(data, "write_json", write_json), m.setattr(data.os, "replace", replace)
-        web(tmp_path / "b", Hub(fail_at=12 if moment == "documents end" else None), m, tokens=300, val_tokens=10 ** 6)
-    web(tmp_path / "b", Hub(), monkeypatch, tokens=300, val_tokens=10 ** 6)
-    assert bins(tmp_path / "b") == bins(tmp_path / "straight")
-    assert (tmp_path / "b" / "meta.json").read_text() == (tmp_path / "straight" / "meta.json").read_text()
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["meta.json", "train.bin", "val.bin"]
-
-
-def test_bounds_hold_for_a_first_document_that_fills_them(tmp_path):
-    meta = data.prepare(lambda start: iter([("a", b"x" * 500), ("b", b"y" * 500)]), tmp_path, tokens=100, val_tokens=5)
-    assert meta["train_tokens"] <= 100 and meta["val_tokens"] <= 5 and [len(b) // 2 for b in bins(tmp_path)] == [meta["train_tokens"], meta["val_tokens"]]
-    meta = data.prepare(lambda start: iter([("a", b"x" * 500)]), tmp_path)     # one document: 90/10
-    assert (meta["train_tokens"], meta["val_tokens"]) == (451, 50)
-    names = [n for n in map(str, range(50)) if not data.is_val(n)][:3]         # none of them is held out
-    meta = data.prepare(lambda start: ((n, n.encode() * 400) for n in names), tmp_path)
-    train, val = (np.frombuffer(raw, np.uint16) for raw in bins(tmp_path))
-    assert meta["documents"] == 3 and len(val) == (len(train) + len(val)) // 10
-    assert bytes(np.concatenate((train, val)).astype(np.uint8)) == b"".join(n.encode() * 400 + b"\0" for n in names)
-    held = next(n for n in map(str, range(50)) if data.is_val(n))
-    meta = data.prepare(lambda start: iter([(held, b"z" * 99)]), tmp_path)      # the only one is held out
-    assert (meta["train_tokens"], meta["val_tokens"]) == (90, 10)
-
-
-def test_openwebtext_refuses_what_it_cannot_continue(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="network is down"):
-        web(tmp_path, Hub(fail_at=100), monkeypatch)
-    before = (tmp_path / "train.bin.partial").read_bytes()
-    for how in ({"tokens": 10000}, {"val_tokens": 10}, {"encoding": "gpt2"} if os.environ.get("TIKTOKEN_CACHE_DIR") else {"share": 10}):
-        with pytest.raises(ValueError, match="other settings"):
-            web(tmp_path, Hub(), monkeypatch, **how)
-    with pytest.raises(ValueError, match="no longer what it was"):
-        web(tmp_path, Hub(change="a new "), monkeypatch)
-    assert (tmp_path / "train.bin.partial").read_bytes() == before
+        real(partial, path)
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(data.os, "replace", replace)
+        web(tmp_path / "b", Hub(), patch, tokens=20000)
+    assert set(names(tmp_path / "b")) <= {"meta.json", "val.bin"}
+    meta = web(tmp_path / "b", Hub(), monkeypatch, tokens=20000)
+    assert names(tmp_path / "b") == WHOLE and len(bins(tmp_path / "b")[0]) == meta["train_tokens"] == 20000
 
 
 def test_openwebtext_with_a_loading_script_and_without_datasets_or_network(tmp_path, monkeypatch):
@@ -772,109 +812,319 @@ def test_openwebtext_with_a_loading_script_and_without_datasets_or_network(tmp_p
     assert hub.revisions == [None, "refs/convert/parquet"]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):
-        next(data.openwebtext_documents(0))
-    (tmp_path / "datasets.py").write_text("def load_dataset(*a, **kw): raise ConnectionError('no route\\nto host')")
-    refused(cli(HERE / "data.py", "openwebtext", "--encoding", "bytes", cwd=tmp_path, PYTHONPATH=str(tmp_path)),
-            "Skylion007/openwebtext cannot be read", "no route", "--repo", "stdlib")
-    refused(cli(HERE / "data.py", "openwebtext", "--tokens", "0", cwd=tmp_path), "--tokens")
-    refused(cli(HERE / "data.py", "openwebtext", cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9",
-                https_proxy="http://127.0.0.1:9", PYTHONPATH=str(tmp_path)), "gpt2", "TIKTOKEN_CACHE_DIR")
-    assert not list(tmp_path.glob("data/**/*.bin*"))
+        next(data.openwebtext_documents("owt"))
+    (tmp_path / "datasets.py").write_text(
+        "def load_dataset(*args, **how): raise ConnectionError('no route\\nto host')")
+    command = [HERE / "data.py", "openwebtext"]
+    result = cli(*command, "--encoding", "bytes", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    refused(result, "Skylion007/openwebtext cannot be read", "no route", "--repo", "stdlib")
+    for flag, value in (("--tokens", "0"), ("--tokens", "nan"), ("--val_tokens", "-3"), ("--tokens", "many")):
+        refused(cli(*command, flag, value, cwd=tmp_path), flag)
+    result = cli(*command, cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), PYTHONPATH=str(tmp_path),
+                 **NO_NETWORK)
+    refused(result, "gpt2", "TIKTOKEN_CACHE_DIR")
+    assert not list(tmp_path.glob("data/*"))
 
 
 def test_gpt2_batches_over_threads_equal_one_document_at_a_time(tmp_path, monkeypatch):
-    tiktoken = pytest.importorskip("tiktoken")
-    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
-        pytest.skip("the GPT-2 vocabulary: set TIKTOKEN_CACHE_DIR")
-    web(tmp_path, Hub(), monkeypatch, "gpt2", tokens=10 ** 6, val_tokens=10 ** 6)
-    enc = tiktoken.get_encoding("gpt2")
-    for split, raw in zip(("train", "val"), bins(tmp_path)):
-        expected = [i for row in Hub() if data.is_val(row["text"], 20) == (split == "val") for i in enc.encode_ordinary(row["text"]) + [50256]]
-        assert np.frombuffer(raw, np.uint16).tolist() == expected
+    gpt2_or_skip()
+    web(tmp_path / "a", Hub(), monkeypatch, "gpt2", tokens=10 ** 6, val_tokens=10 ** 6)
+    enc = data.encoding("gpt2")
+    texts = [row["text"] for row in Hub() if not data.is_val(row["text"], 20)]
+    assert bins(tmp_path / "a")[0].tolist() == [i for t in texts for i in enc.encode_ordinary(t) + [50256]]
+
+
+def test_bounds_and_a_split_where_all_text_is_on_one_side(tmp_path):
+    meta = prepare([("a", b"x" * 500), ("b", b"y" * 500)], tmp_path, tokens=100, val_tokens=5)
+    assert [len(ids) for ids in bins(tmp_path)] == [meta["train_tokens"], meta["val_tokens"]]
+    assert 0 < meta["train_tokens"] <= 100 and 0 < meta["val_tokens"] <= 5
+    meta = prepare([("a", b"x" * 500)], tmp_path)                          # one document: 90/10
+    assert (meta["train_tokens"], meta["val_tokens"]) == (451, 50)
+    trained = [n for n in map(str, range(50)) if not data.is_val(n)][:3]   # none of them is held out
+    meta = prepare([(n, n.encode() * 400) for n in trained], tmp_path)
+    train_ids, val_ids = bins(tmp_path)
+    assert meta["documents"] == 3 and len(val_ids) == (len(train_ids) + len(val_ids)) // 10
+    assert documents_of(np.concatenate((train_ids, val_ids))) == [n.encode() * 400 for n in trained]
+    held = next(n for n in map(str, range(50)) if data.is_val(n))
+    for documents in ([(held, b"z" * 99)], [(trained[0], b"z" * 99), (held, b"z" * 99)]):
+        meta = prepare(documents, tmp_path)                                # only held out, or a copy
+        assert (meta["train_tokens"], meta["val_tokens"]) == (90, 10)
+    for documents in ([], [("a", b"")]):
+        with pytest.raises(ValueError, match="needs more text"):
+            prepare(documents, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_held_out_copies_of_training_text_are_dropped(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+
+    def text(length):
+        return rng.integers(97, 123, length).astype(np.uint8).tobytes()
+    licence = text(3000)
+    training = [n for n in map(str, range(400)) if not data.is_val(n)][:20]
+    held = [n for n in map(str, range(400)) if data.is_val(n)][:5]
+    own = text(1000) + licence[:600]                                       # a licence above a text of its own
+    tail = text(1000) + licence[-1500:]                                    # mostly the licence's tail
+    edited = licence[:1500] + b"EDITED" + licence[1500:]
+    documents = [(n, text(2000) + licence) for n in training]
+    documents[5:5] = zip(held, [own, tail, licence, edited, b"short"])     # before most of the training text
+    meta = prepare(documents, tmp_path / "a")
+    kept = documents_of(bins(tmp_path / "a")[1])
+    assert kept == [own, b"short"]
+    assert meta["left_out"] == {"empty": 0, "copies": 3} and meta["documents"] == 25
+    assert documents_of(bins(tmp_path / "a")[0]) == [raw for n, raw in documents if n in training]
+    monkeypatch.setattr(data, "LOOKED_FOR", 500)                           # a sample of the shingles
+    prepare(documents, tmp_path / "b")
+    assert documents_of(bins(tmp_path / "b")[1]) == kept
+    # where a copy lies in the training text, also across the pieces it is read in, makes no difference
+    train_ids = np.frombuffer(text(2 ** 18 + 4000), np.uint8)
+    cuts = [train_ids[at:at + 200] for at in (0, 2 ** 18 - 150, 2 ** 18 - 1, 2 ** 18, len(train_ids) - 200)]
+    assert data.without_copies(cuts, train_ids) == [] and data.without_copies([], train_ids) == []
+    assert len(data.without_copies(cuts, train_ids[:0])) == 5
+    spots = [train_ids[at:at + 32] for at in range(2 ** 18 - 40, 2 ** 18 + 5)]  # one shingle each
+    monkeypatch.setattr(data, "LOOKED_FOR", 2 ** 18)
+    assert data.without_copies(spots, train_ids) == []
 
 
 def test_gpt2_encoding_and_the_missing_network(tmp_path):
     pytest.importorskip("tiktoken")
     (tmp_path / "t.txt").write_text("a<|endoftext|>b " * 50)
-    result = cli(HERE / "data.py", "t.txt", "--encoding", "gpt2", "--name", "x", cwd=tmp_path,
-                 TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
+    command = [HERE / "data.py", "t.txt", "--encoding", "gpt2", "--name", "x"]
+    result = cli(*command, cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **NO_NETWORK)
     refused(result, "gpt2", "TIKTOKEN_CACHE_DIR", "--encoding bytes")
-    assert not list((tmp_path / "data").rglob("*.bin*")) if (tmp_path / "data").exists() else True
-    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
-        pytest.skip("the GPT-2 vocabulary itself: set TIKTOKEN_CACHE_DIR")
-    assert cli(HERE / "data.py", "t.txt", "--encoding", "gpt2", "--name", "x", cwd=tmp_path).returncode == 0
-    tokens = np.concatenate([np.fromfile(tmp_path / f"data/x/{s}.bin", np.uint16) for s in ("train", "val")])
-    assert (tokens == 50256).sum() == 1 and tokens[-1] == 50256            # once, at the end; not from the characters inside
+    assert not list(tmp_path.glob("data/*"))
+    gpt2_or_skip()
+    assert cli(*command, cwd=tmp_path).returncode == 0
+    tokens = np.concatenate(bins(tmp_path / "data/x"))
+    assert (tokens == 50256).sum() == 1 and tokens[-1] == 50256            # not from the characters inside
     assert data.encoding("gpt2").decode(tokens[:-1].tolist()) == "a<|endoftext|>b " * 50
-    assert data.vocabulary(tmp_path / "data/x") == 50257
+    assert data.describe(tmp_path / "data/x") == ("gpt2", 50257)
 
 
 def test_prepare_text_folders_and_jsonl(tmp_path):
-    pytest.importorskip("tiktoken")
     (tmp_path / "in" / "sub").mkdir(parents=True)
     for i in range(40):
-        (tmp_path / "in" / "sub" / f"{i}.txt").write_text(f"document {i} ")
-    (tmp_path / "in" / "lines.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(40)))
+        (tmp_path / "in" / "sub" / f"{i}{'.TXT' if i % 2 else '.txt'}").write_text(f"document {i} ")
+    rows = [json.dumps({"text": f"line {i}"}) for i in range(40)]
+    odd = ["", '{"text": null}', '{"text": ""}', "  ", '{"text": "lone \\ud800 surrogate"}']
+    (tmp_path / "in" / "lines.JSONL").write_text("\n".join(rows + odd) + "\n")
     (tmp_path / "in" / "image.png").write_bytes(b"no text")
+    (tmp_path / "in" / "packed.txt").write_bytes(b"\x1f\x8b packed")
+    (tmp_path / "in" / "binary.py").write_bytes(b"a\0b")
     result = cli(HERE / "data.py", "in", cwd=tmp_path)
-    assert result.returncode == 0 and "80 documents" in result.stdout
-    train_tokens, val_tokens = (np.fromfile(tmp_path / f"data/in/{s}.bin", np.uint16) for s in ("train", "val"))
-    docs = [bytes(d.astype(np.uint8)).decode() for t in (train_tokens, val_tokens) for d in np.split(t, np.flatnonzero(t == 256) + 1)]
-    assert sorted(d[:-1] for d in docs if d) == sorted([f"document {i} " for i in range(40)] + [f"line {i}" for i in range(40)])
+    assert result.returncode == 0 and "81 documents" in result.stdout
+    assert "left out 7 files or lines without text" in result.stdout
+    train_ids, val_ids = bins(tmp_path / "data/in")
+    texts = [f"document {i} " for i in range(40)] + [f"line {i}" for i in range(40)] + ["lone ? surrogate"]
+    assert sorted(documents_of(train_ids) + documents_of(val_ids)) == sorted(text.encode() for text in texts)
     meta = json.loads((tmp_path / "data/in/meta.json").read_text())
-    assert (meta["train_tokens"], meta["val_tokens"]) == (len(train_tokens), len(val_tokens)) and meta["vocab_size"] == 257
-    before = (tmp_path / "data/in/train.bin").read_bytes()
-    (tmp_path / "in" / "lines.jsonl").write_text('{"text": "fine"}\n{"title": 1}\n')
-    refused(cli(HERE / "data.py", "in", cwd=tmp_path), "lines.jsonl, line 2")
-    assert (tmp_path / "data/in/train.bin").read_bytes() == before and len(list((tmp_path / "data/in").iterdir())) == 3
-    refused(cli(HERE / "data.py", "nothing-here", cwd=tmp_path), "nothing-here")
+    assert (meta["train_tokens"], meta["val_tokens"]) == (len(train_ids), len(val_ids))
+    assert data.describe(tmp_path / "data/in") == ("bytes", 257)
+    for line in ('{"title": 1}', '{"text": 5}', "[1]", "{", '"text"', "null"):
+        (tmp_path / "in" / "lines.JSONL").write_text('{"text": "fine"}\n' + line + "\n")
+        with pytest.raises(ValueError, match="lines.JSONL, line 2"):
+            list(data.file_documents([tmp_path / "in"]))
+    refused(cli(HERE / "data.py", "in", cwd=tmp_path), "lines.JSONL, line 2")
+    assert (bins(tmp_path / "data/in")[0] == train_ids).all() and names(tmp_path / "data/in") == WHOLE
     (tmp_path / "empty.txt").write_text("")
+    refused(cli(HERE / "data.py", "nothing-here", cwd=tmp_path), "nothing-here")
     refused(cli(HERE / "data.py", "empty.txt", cwd=tmp_path), "empty.txt")
     refused(cli(HERE / "data.py", "in", "--encoding", "klingon", cwd=tmp_path), "klingon")
     refused(cli(HERE / "data.py", cwd=tmp_path), "paths", "--help")
+    assert names(tmp_path / "data") == ["in"]
+
+
+def test_compressed_and_binary_files_are_refused_when_named(tmp_path):
+    text = b"".join(b"line %d of some text\n" % i for i in range(3000))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("a.txt", text)
+    files = {"a.txt.gz": gzip.compress(text), "b.txt": gzip.compress(text), "c.xz": lzma.compress(text),
+             "d.bz2": bz2.compress(text), "e.bz2": bz2.compress(text, 1), "f.zst": b"\x28\xb5\x2f\xfd" + text,
+             "g.parquet": b"PAR1" + text + b"PAR1", "h.txt": text + b"\0",
+             "i.txt": text.decode().encode("utf-16")}
+    for name, raw in files.items():
+        (tmp_path / name).write_bytes(raw)
+    for name in ["a.zip", *files]:
+        with pytest.raises(ValueError, match=f"{name} is compressed or binary"):
+            list(data.file_documents([tmp_path / name]))
+    assert [raw for _, raw in data.file_documents([tmp_path])] == [b""] * (len(files) + 1)
+    refused(cli(HERE / "data.py", "a.txt.gz", cwd=tmp_path), "a.txt.gz is compressed")
+    assert not list(tmp_path.glob("data/*"))
+
+
+def test_two_sources_never_write_over_one_another(tmp_path):
+    def text(i):
+        return " ".join(str(i * j) for j in range(200))
+    for folder in ("corp.v1", "corp.v2", "deep/corp.v1"):
+        (tmp_path / folder).mkdir(parents=True)
+    for i, path in enumerate(("corp.v1/a.txt", "corp.v2/a.txt", "deep/corp.v1/a.txt", "notes.txt", "notes.md",
+                              "log.1", "log.2")):
+        (tmp_path / path).write_text(text(i + 1))
+    command = [HERE / "data.py"]
+    for path in ("corp.v1", "corp.v2", "notes.txt", "log.1", "log.2", "./corp.v1/"):   # again is allowed
+        result = cli(*command, path, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+    assert names(tmp_path / "data") == ["corp.v1", "corp.v2", "log.1", "log.2", "notes"]
+    before = {path: path.read_bytes() for path in tmp_path.glob("data/*/*")}
+    for argv in (["deep/corp.v1"], ["notes.md"], ["corp.v1", "corp.v2"], ["notes.txt", "--name", "corp.v1"]):
+        refused(cli(*command, *argv, cwd=tmp_path), "--name", "data/")
+    for name in (".", "..", "a/b", "/abs"):
+        refused(cli(*command, "notes.txt", "--name", name, cwd=tmp_path), "--name")
+    refused(cli(*command, "/", cwd=tmp_path), "--name")
+    assert {path: path.read_bytes() for path in tmp_path.glob("data/*/*")} == before
+    result = cli(*command, ".", cwd=tmp_path / "corp.v1")                  # not into data/ itself
+    assert result.returncode == 0 and names(tmp_path / "corp.v1/data") == ["corp.v1"]
+    foreign = tmp_path / "data/foreign"                                    # nanoGPT's own files
+    foreign.mkdir()
+    np.arange(9, dtype=np.uint16).tofile(foreign / "train.bin")
+    refused(cli(*command, "notes.txt", "--name", "foreign", cwd=tmp_path), "unknown source", "--name")
+    assert names(foreign) == ["train.bin"]
 
 
 def test_one_document_is_split_and_tiktoken_is_not_needed_for_bytes(tmp_path):
-    (tmp_path / "one.txt").write_bytes(bytes(range(200)) * 5)
-    code = "import sys; sys.modules['tiktoken'] = None; sys.argv = ['data.py', 'one.txt']; import data; data.main()"
-    assert cli("-c", code, cwd=tmp_path).returncode == 0
-    sizes = [(tmp_path / f"data/one/{s}.bin").stat().st_size // 2 for s in ("train", "val")]
-    assert sizes == [901, 100]
+    (tmp_path / "one.txt").write_bytes(bytes(range(1, 201)) * 5)
+    code = "import sys; sys.modules['tiktoken'] = None; import data; data.main()"
+    assert cli("-c", code, "one.txt", cwd=tmp_path).returncode == 0
+    assert [len(ids) for ids in bins(tmp_path / "data/one")] == [901, 100]
 
 
-def test_stdlib_corpus_is_held_out_by_name():
-    names = [n for n, _ in data.stdlib_documents()]
-    assert len(names) > 300 and not any("/test/" in f"/{n}" or "/tests/" in n for n in names)
-    assert 0.04 < sum(map(data.is_val, names)) / len(names) < 0.2 and names == sorted(names, key=lambda n: Path(n))
+def test_stdlib_corpus_is_held_out_by_name_and_made_once_by_two_processes(tmp_path):
+    documents = dict(data.stdlib_documents())
+    assert len(documents) > 300 and list(documents) == sorted(documents, key=Path)
+    assert not any("/test/" in f"/{name}" or "/tests/" in name for name in documents)
+    held = [name for name in documents if data.is_val(name)]
+    assert 0.04 < len(held) / len(documents) < 0.2
+    code = ("import data\n"
+            "folder = data.find('stdlib')\n"
+            "print(data.describe(folder), *(len(data.load(folder, split, 9)) for split in ('train', 'val')))")
+    run = [sys.executable, "-c", code]
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    both = [subprocess.Popen(run, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    last, other = [process.communicate()[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [0, 0] and last[-1] == other[-1]
+    assert sorted((len(last), len(other))) == [1, 3]                       # one made it, the other waited
+    folder = tmp_path / "data/stdlib"
+    assert names(folder) == WHOLE
+    train_ids, val_ids = bins(folder)
+    assert documents_of(train_ids) == [documents[name] for name in documents if name not in held]
+    kept = documents_of(val_ids)
+    dropped = [name for name in held if documents[name] not in kept]
+    assert kept == [documents[name] for name in held if name not in dropped]
+    meta = json.loads((folder / "meta.json").read_text())
+    assert 0 < len(dropped) == meta["left_out"]["copies"] < len(held) / 4
 
 
 def test_batches_are_a_pure_function(corpus):
     tokens = data.load(corpus, "train", 33)
-    draw = lambda *a, **kw: data.batch(tokens, *a, **{"batch_size": 8, "block_size": 32} | kw)
+
+    def draw(*which, **how):
+        return data.batch(tokens, *which, **{"batch_size": 8, "block_size": 32} | how)
     x, y = draw(3, 7)
     assert x.shape == y.shape == (8, 32) and x.dtype == np.int64 and (x[:, 1:] == y[:, :-1]).all()
-    np.random.seed(0), torch.manual_seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     assert (draw(3, 7)[0] == x).all()
-    digest = {hashlib.sha256(draw(step, seed, rank, 2)[0].tobytes()).hexdigest() for step in range(5) for seed in (0, 1) for rank in (0, 1)}
-    assert len(digest) == 20                                               # every step, seed and rank reads something else
-    shares = [draw(3, 7, rank, 2)[0] for rank in (0, 1)]
-    assert (np.stack(shares, 1).reshape(8, 32) == x).all()                 # two ranks together read what one would
+    cases = itertools.product(range(5), (0, 1), (0, 1))                    # iterations, seeds, ranks
+    digests = {hashlib.sha256(draw(*case, 2)[0].tobytes()).hexdigest() for case in cases}
+    assert len(digests) == 20                                              # each reads something else
+    parts = [draw(3, 7, rank, 2)[0] for rank in (0, 1)]
+    assert (np.stack(parts, 1).reshape(8, 32) == x).all()                  # two ranks read what one would
     short = np.arange(33, dtype=np.uint16)
     x, y = data.batch(short, 0, 0, batch_size=4, block_size=32)
-    assert (x == np.arange(32)).all() and (y[:, -1] == 32).all()           # the last token is reached, as a target
+    assert (x == np.arange(32)).all() and (y[:, -1] == 32).all()           # the last token is a target
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory in use from /proc")
+def test_batches_do_not_add_up_in_memory(tmp_path):
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.truncate(2 ** 31)                                             # sparse
+    tokens = data.load(tmp_path, "train", 1025)
+
+    def megabytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
+    before = megabytes()
+    for i in range(200):
+        data.batch(tokens, i, 0, batch_size=16, block_size=1024)
+    assert megabytes() - before < 60
 
 
 def test_loading_refuses_what_it_cannot_use(tmp_path):
-    for content, word in ((None, "missing"), (b"", "empty"), (b"abc", "odd"), (bytes(64), "32 tokens, needs at least 33")):
+    for content, word in ((None, "missing"), (b"", "empty"), (b"abc", "odd"),
+                          (bytes(64), "32 tokens, needs at least 33")):
         if content is not None:
             (tmp_path / "val.bin").write_bytes(content)
         with pytest.raises(ValueError, match=word):
             data.load(tmp_path, "val", 33)
     np.arange(33, dtype=np.uint16).tofile(tmp_path / "val.bin")
-    assert len(data.load(tmp_path, "val", 33)) == 33 and data.vocabulary(tmp_path) == 50257
-    (tmp_path / "meta.json").write_text("{")
-    with pytest.raises(ValueError, match="meta.json"):
-        data.vocabulary(tmp_path)
+    assert len(data.load(tmp_path, "val", 33)) == 33 and len(data.load(tmp_path, "val", 33, 33)) == 33
+    with pytest.raises(ValueError, match="val.bin holds a token id 32"):
+        data.load(tmp_path, "val", 33, 32)
+    for bad in ("{", "[]", "{}", '{"vocab_size": "x"}', '{"vocab_size": 0}', '{"vocab_size": null}'):
+        (tmp_path / "meta.json").write_text(bad)
+        with pytest.raises(ValueError, match="meta.json"):
+            data.describe(tmp_path)
+
+
+def test_without_a_note_the_highest_id_is_read(tmp_path):
+    with pytest.raises(ValueError, match="train.bin is missing"):
+        data.describe(tmp_path)
+    np.array([5, 50256, 7], np.uint16).tofile(tmp_path / "val.bin")
+    assert data.describe(tmp_path) == ("unknown", 50257)                   # nanoGPT's GPT-2 folders
+    np.array([5, 50303], np.uint16).tofile(tmp_path / "train.bin")
+    assert data.describe(tmp_path) == ("unknown", 50304)
+
+
+def character_set(folder, letters):
+    """What nanoGPT's prepare.py writes for text of these characters."""
+    folder.mkdir()
+    letters = sorted(set(letters))
+    note = {"vocab_size": len(letters), "itos": dict(enumerate(letters)),
+            "stoi": {letter: i for i, letter in enumerate(letters)}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(note))
+    for split in ("train", "val"):
+        np.arange(len(letters) - 1, dtype=np.uint16).tofile(folder / f"{split}.bin")
+    return folder
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_character_sets_of_nanogpt(tmp_path, monkeypatch):
+    a = character_set(tmp_path / "a", "hello wörld")
+    b = character_set(tmp_path / "b", "hello wÖrld")
+    (name, size), (other, same_size) = data.describe(a), data.describe(b)
+    assert size == same_size == 9 and name != other                        # as many, but not the same
+    assert name.startswith("characters:") and len(name) == len("characters:") + 8
+    assert data.describe(character_set(tmp_path / "again", "wörld hello")) == (name, size)
+    assert "".join(data.characters(a)) == "".join(sorted(set("hello wörld")))
+    data.check_encoding(a, name, size)
+    with pytest.raises(ValueError, match=f"{other}.*{name}"):
+        data.check_encoding(b, name, size)
+    monkeypatch.chdir(tmp_path)
+    wrong = [[1], {"vocab_size": 5}, {"itos": {1: "a"}}, {"itos": {0: 5}}, {"itos": Evil()}, Evil()]
+    for bad in [b"", b"nothing", *map(pickle.dumps, wrong)]:
+        (a / "meta.pkl").write_bytes(bad)
+        with pytest.raises(ValueError, match="meta.pkl is not"):
+            data.describe(a)
+    assert not Path("ran").exists()
+
+
+def test_another_encoding_is_refused(tmp_path, corpus):
+    data.check_encoding(corpus, "bytes", 257)
+    for other in ("gpt2", "gpt2:8192", "characters:01234567"):
+        with pytest.raises(ValueError, match=f"bytes.*{other}"):
+            data.check_encoding(corpus, other)
+    np.array([0, 50256], np.uint16).tofile(tmp_path / "train.bin")         # nanoGPT's GPT-2 text: no note
+    data.check_encoding(tmp_path, "gpt2", 50257)                           # nothing says otherwise
+    data.check_encoding(tmp_path, "unknown", 50257)
+    for encoding, size in (("bytes", 257), ("unknown", 65)):
+        with pytest.raises(ValueError, match=f"unknown.*{encoding}"):
+            data.check_encoding(tmp_path, encoding, size)
+    with pytest.raises(ValueError, match="bytes.*unknown"):                # and the other way round
+        data.check_encoding(corpus, "unknown", 50257)
+    data.check_encoding(corpus, "unknown", 96)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
