@@ -89,14 +89,16 @@ def write_json(path, value, suffix=None):
 def alone(folder):
     """Make the folder and wait until no other process is in here. The lock ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    handle = None
     try:
         with suppress(ImportError, OSError):     # Windows, and network disks without locks
             import fcntl
+            handle = os.open(folder, os.O_RDONLY)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
         with suppress(OSError):
             folder.rmdir()                       # succeeds only if nothing was written
 
@@ -174,18 +176,19 @@ def file_documents(paths):
             raise ValueError(f"{top} does not exist")
         files = sorted(top.rglob("*")) if top.is_dir() else [top]
         for path in filter(Path.is_file, files):
-            name = path.relative_to(top.parent).as_posix()
-            if path.suffix.lower() == ".jsonl":
-                yield from jsonl_documents(path, name)
-                continue
+            name, suffix = path.relative_to(top.parent).as_posix(), path.suffix.lower()
             raw = b""
-            if path == top or path.suffix.lower() in TEXT:
-                raw = path.read_bytes()
+            if path == top or suffix in TEXT:
+                with path.open("rb") as file:
+                    raw = file.read(4096 if suffix == ".jsonl" else -1)
             if raw.startswith(PACKED) or b"\0" in raw:
                 if path == top:
                     raise ValueError(f"{path} is compressed or binary: name a text file (UTF-8) instead")
                 raw = b""
-            yield name, raw
+            if raw and suffix == ".jsonl":
+                yield from jsonl_documents(path, name)
+            else:
+                yield name, raw
 
 
 def jsonl_documents(path, name):
@@ -195,7 +198,7 @@ def jsonl_documents(path, name):
             try:
                 text = json.loads(line)["text"] if line.strip() else None
                 raw = b"" if text is None else text.encode("utf-8", "replace")
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{path}, line {number}: not a JSON object with a text field \"text\"")
             yield f"{name}:{number}", raw
 
@@ -326,10 +329,11 @@ def prepare(documents, out, name="bytes", source="", tokens=UNLIMITED, val_token
         documents = encoded(documents, encode)
         held_out, count, empty = write_train(documents, train, tokens, val_tokens, one_in, out)
         train.flush()
-        text = np.memmap(train.name, np.uint16, "r") if train.tell() else np.zeros(0, np.uint16)
-        kept = without_copies(held_out, text)
+        kept = held_out
+        if train.tell():
+            kept = without_copies(held_out, np.memmap(train.name, np.uint16, "r"))
         left_out = {"empty": empty, "copies": len(held_out) - len(kept)}
-        if not len(text) or not kept:
+        if not train.tell() or not kept:
             kept = last_tenth(train, kept, tokens, val_tokens)
         val.write(np.concatenate(kept).tobytes())
 

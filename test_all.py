@@ -920,7 +920,7 @@ def test_prepare_text_folders_and_jsonl(tmp_path):
     meta = json.loads((tmp_path / "data/in/meta.json").read_text())
     assert (meta["train_tokens"], meta["val_tokens"]) == (len(train_ids), len(val_ids))
     assert data.describe(tmp_path / "data/in") == ("bytes", 257)
-    for line in ('{"title": 1}', '{"text": 5}', "[1]", "{", '"text"', "null"):
+    for line in ('{"title": 1}', '{"text": 5}', "[1]", "{", '"text"', "null", "[" * 10 ** 5):
         (tmp_path / "in" / "lines.JSONL").write_text('{"text": "fine"}\n' + line + "\n")
         with pytest.raises(ValueError, match="lines.JSONL, line 2"):
             list(data.file_documents([tmp_path / "in"]))
@@ -947,7 +947,8 @@ def test_compressed_and_binary_files_are_refused_when_named(tmp_path):
     for name in ["a.zip", *files]:
         with pytest.raises(ValueError, match=f"{name} is compressed or binary"):
             list(data.file_documents([tmp_path / name]))
-    assert [raw for _, raw in data.file_documents([tmp_path])] == [b""] * (len(files) + 1)
+    (tmp_path / "j.jsonl").write_bytes(gzip.compress(text))
+    assert [raw for _, raw in data.file_documents([tmp_path])] == [b""] * (len(files) + 2)
     refused(cli(HERE / "data.py", "a.txt.gz", cwd=tmp_path), "a.txt.gz is compressed")
     assert not list(tmp_path.glob("data/*"))
 
