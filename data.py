@@ -381,9 +381,12 @@ def characters(folder):
     try:
         with path.open("rb") as file:
             itos = PlainUnpickler(file).load()["itos"]
-        return list("".join(itos[i] for i in range(len(itos))))
-    except Exception as e:                       # whatever damaged pickles raise
-        raise ValueError(f"{path} is not nanoGPT's dictionary of ids and characters ({type(e).__name__})")
+        letters = [itos[i] for i in range(len(itos))]
+    except Exception:                            # whatever damaged pickles raise
+        letters = []
+    if not letters or not all(isinstance(letter, str) for letter in letters):
+        raise ValueError(f"{path} is not nanoGPT's dictionary with itos, the character of every id")
+    return letters
 
 
 def note(folder):
@@ -392,7 +395,7 @@ def note(folder):
     if meta.exists():
         try:
             value = json.loads(meta.read_text())
-            if 0 < value["vocab_size"] <= 2 ** 16:
+            if value["vocab_size"] in range(1, 2 ** 16 + 1):
                 return value
         except (ValueError, KeyError, TypeError):
             pass
@@ -400,7 +403,7 @@ def note(folder):
     if not (meta.parent / "meta.pkl").exists():
         return {}
     letters = characters(folder)
-    digest = hashlib.sha256("".join(letters).encode("utf-8", "replace")).hexdigest()
+    digest = hashlib.sha256(repr(letters).encode()).hexdigest()
     return {"encoding": f"characters:{digest[:8]}", "vocab_size": len(letters)}
 
 

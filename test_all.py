@@ -658,6 +658,10 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def data_py(folder, *argv, **env):
+    return cli(HERE / "data.py", *argv, cwd=folder, **env)
+
+
 WHOLE = ["meta.json", "train.bin", "val.bin"]
 NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
               "HTTP_PROXY": "http://127.0.0.1:9"}
@@ -665,38 +669,50 @@ NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.
 
 def test_byte_encoding_round_trip():
     tiktoken = pytest.importorskip("tiktoken")
-    enc, text = data.encoding("bytes"), "naïve 😀 <|endoftext|>\n\t" * 20
+    enc = data.encoding("bytes")
     encode, vocab_size = data.encoder("bytes")
-    assert isinstance(enc, tiktoken.Encoding) and vocab_size == enc.n_vocab == 257
+    text = "naïve 😀 <|endoftext|>\n\t" * 20
+    assert isinstance(enc, tiktoken.Encoding)
+    assert vocab_size == enc.n_vocab == 257
     ids, literal, odd = encode([text.encode(), b"a<|endoftext|>b", b"\xff\xfe"])
-    assert ids.dtype == np.uint16 and ids.tolist() == enc.encode_ordinary(text) + [256]
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == enc.encode_ordinary(text) + [256]
     assert enc.decode(ids[:-1].tolist()) == text
-    assert len(literal) == 16 and odd.tolist() == [255, 254, 256]          # bytes that are no text
+    assert len(literal) == 16
+    assert odd.tolist() == [255, 254, 256]                                 # bytes that are no text
 
 
-def test_an_encoding_cut_to_its_first_merges_is_lossless(tmp_path):
+@pytest.mark.parametrize("size", [257, 258, 1000, 8192, 50257])
+def test_an_encoding_cut_to_its_first_merges_is_lossless(size):
     gpt2_or_skip()
-    text = "The naïve 😀 transport: <|endoftext|>\n\n    accumulate(steps) = 123456789\x01" * 5
+    text = "The naïve 😀 transport: <|endoftext|>\n\n    accumulate(steps) = 123456789\x00" * 5
     whole = data.encoding("gpt2")
-    lengths = []
-    for size in (257, 258, 1000, 8192, 50257):
-        enc, (encode, vocab_size) = data.encoding(f"gpt2:{size}"), data.encoder(f"gpt2:{size}")
-        ids = encode([text.encode()])[0].tolist()
-        assert vocab_size == enc.n_vocab == size and max(ids) == ids[-1] == enc.eot_token == size - 1
-        assert enc.decode(ids[:-1]) == text and size - 1 not in ids[:-1]
-        assert all(enc.decode_single_token_bytes(i) == whole.decode_single_token_bytes(i) for i in ids[:-1])
-        lengths.append(len(ids))
-    assert lengths == sorted(lengths, reverse=True) and lengths[0] == len(text.encode()) + 1
-    assert ids[:-1] == whole.encode_ordinary(text)                         # uncut: GPT-2 itself
-    (tmp_path / "t.txt").write_text(text * 20)
-    for bad in ("gpt2:256", "gpt2:50258", "gpt2:", "gpt2:-5", "gpt2:1e3", "bytes:300", "klingon:9"):
+    enc = data.encoding(f"gpt2:{size}")
+    encode, vocab_size = data.encoder(f"gpt2:{size}")
+    *ids, end = encode([text.encode()])[0].tolist()
+    assert vocab_size == enc.n_vocab == size
+    assert end == enc.eot_token == size - 1
+    assert max(ids) < end
+    assert enc.decode(ids) == text
+    for i in ids:
+        assert enc.decode_single_token_bytes(i) == whole.decode_single_token_bytes(i)
+    if size == 257:
+        assert len(ids) == len(text.encode())                              # bytes, no merge
+    if size == 50257:
+        assert ids == whole.encode_ordinary(text)                          # nothing cut
+
+
+def test_a_cut_encoding_in_use_and_refused(tmp_path):
+    gpt2_or_skip()
+    (tmp_path / "t.txt").write_text("Some text to be encoded.\n" * 50)
+    for bad in ("gpt2:256", "gpt2:50258", "gpt2:", "gpt2:-5", "gpt2:1e3", "bytes:300", "klingon:300"):
         with pytest.raises(ValueError, match=bad):
             data.encoding(bad)
-    refused(cli(HERE / "data.py", "t.txt", "--encoding", "gpt2:256", cwd=tmp_path), "gpt2:256", "50257")
+    refused(data_py(tmp_path, "t.txt", "--encoding", "gpt2:256"), "gpt2:256", "50257")
     assert not list(tmp_path.glob("data/*"))
-    assert cli(HERE / "data.py", "t.txt", "--encoding", "gpt2:1000", cwd=tmp_path).returncode == 0
+    assert data_py(tmp_path, "t.txt", "--encoding", "gpt2:1000").returncode == 0
     assert data.describe(tmp_path / "data/t") == ("gpt2:1000", 1000)
-    assert max(ids.max() for ids in bins(tmp_path / "data/t")) == 999
+    data.load(tmp_path / "data/t", "train", 1, 1000)
 
 
 def test_a_megabyte_of_one_letter_is_encoded():
@@ -705,13 +721,19 @@ def test_a_megabyte_of_one_letter_is_encoded():
     gpt2_or_skip()
     encode, vocab_size = data.encoder("gpt2")
     start = time.time()
-    assert len(encode([b"a" * 2 ** 20])[0]) > 1000 and time.time() - start < 30
+    encode([b"a" * 2 ** 20])
+    assert time.time() - start < 30
+
+
+def hub_texts(n=400):
+    for i in range(n):
+        yield f"document {i}: " + " ".join(str((i * j) % 97) for j in range(1, i % 40))
 
 
 class Hub:
-    """Stands in for Hugging Face `datasets`: a stream of n documents that fails when `fail_at` is read."""
-    def __init__(self, n=400, fail_at=None, failure=ConnectionError("the network is down"), script=False):
-        self.n, self.fail_at, self.failure, self.script = n, fail_at, failure, script
+    """Stands in for Hugging Face `datasets`: a stream of documents that fails at number `fail_at`."""
+    def __init__(self, fail_at=None, failure=None, script=False):
+        self.fail_at, self.failure, self.script = fail_at, failure, script
         self.read, self.revisions = 0, []
 
     def load_dataset(self, repo, split, streaming, revision=None):
@@ -722,47 +744,65 @@ class Hub:
         return self
 
     def __iter__(self):
-        for i in range(self.n):
-            self.read += 1
-            if i == self.fail_at:
+        for text in hub_texts():
+            if self.read == self.fail_at:
                 raise self.failure
-            yield {"text": f"document {i}: " + " ".join(str((i * j) % 97) for j in range(i % 40))}
+            self.read += 1
+            yield {"text": text}
+        yield {"text": None}
 
 
-def web(out, hub, monkeypatch, encoding="bytes", **how):
+def web(out, hub, monkeypatch, encoding="bytes", tokens=20000, val_tokens=900):
     monkeypatch.setitem(sys.modules, "datasets", hub)
-    how = {"tokens": 20000, "val_tokens": 900, "one_in": 20} | how
-    return prepare(data.openwebtext_documents("owt"), out, encoding, "owt", **how)
+    return prepare(data.openwebtext_documents("owt"), out, encoding, "owt", tokens, val_tokens, 20)
+
+
+def hub_sides():
+    """The texts of the hub that are training text, and those that are held out."""
+    held_out = [text.encode() for text in hub_texts() if data.is_val(text, 20)]
+    return [text.encode() for text in hub_texts() if not data.is_val(text, 20)], held_out
 
 
 def test_openwebtext_stops_at_its_bounds_and_splits_by_document(tmp_path, monkeypatch):
-    meta = web(tmp_path / "a", hub := Hub(), monkeypatch)
-    assert meta["train_tokens"] == 20000 and meta["val_tokens"] <= 900 and meta["vocab_size"] == 257
-    assert meta["documents"] < 400 and hub.read < meta["documents"] + 64
-    texts = [row["text"] for row in Hub()][:meta["documents"]]
-    train_texts, val_texts = map(documents_of, bins(tmp_path / "a"))
-    assert set(val_texts) <= {text.encode() for text in texts if data.is_val(text, 20)} and val_texts
-    assert train_texts == [text.encode() for text in texts if not data.is_val(text, 20)][:len(train_texts)]
-    assert len(train_texts) > 100 and names(tmp_path / "a") == WHOLE
+    hub = Hub()
+    meta = web(tmp_path / "a", hub, monkeypatch)
+    assert meta["train_tokens"] == 20000
+    assert meta["val_tokens"] <= 900
+    assert meta["documents"] <= hub.read < meta["documents"] + 64 < 400
+    train_ids, val_ids = bins(tmp_path / "a")
+    train_texts, held_out = hub_sides()
+    read = documents_of(train_ids)
+    assert len(read) > 100
+    assert read == train_texts[:len(read)]
+    assert documents_of(val_ids)
+    assert set(documents_of(val_ids)) <= set(held_out)
+    assert names(tmp_path / "a") == WHOLE
     web(tmp_path / "short", Hub(), monkeypatch, tokens=5000)               # another bound: the same beginning
-    assert (bins(tmp_path / "a")[0][:5000] == bins(tmp_path / "short")[0]).all()
-    meta = web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)    # ends early
-    kept = sum(map(documents_of, bins(tmp_path / "all")), [])
-    copies = meta["left_out"]["copies"]
-    assert len(kept) == 400 - copies and set(kept) <= {row["text"].encode() for row in Hub()}
+    assert (train_ids[:5000] == bins(tmp_path / "short")[0]).all()
+
+
+def test_openwebtext_that_ends_early(tmp_path, monkeypatch):
+    meta = web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)
+    train_ids, val_ids = bins(tmp_path / "all")
+    train_texts, held_out = hub_sides()
+    assert documents_of(train_ids) == train_texts
+    assert len(documents_of(val_ids)) == len(held_out) - meta["left_out"]["copies"]
+    assert meta["documents"] == 400
+    assert meta["left_out"]["empty"] == 1                                  # the null at its end
 
 
 @pytest.mark.parametrize("failure", [ConnectionError("the network is down"), KeyboardInterrupt()])
 def test_openwebtext_interrupted_leaves_nothing_and_starts_again(tmp_path, monkeypatch, failure):
+    folder = tmp_path / "broken"
     for stop in (0, 1, 230):
         with pytest.raises((ValueError, KeyboardInterrupt)):
-            web(tmp_path / "broken", Hub(fail_at=stop, failure=failure), monkeypatch)
-        assert not (tmp_path / "broken").exists()
-    web(tmp_path / "broken", Hub(), monkeypatch)
-    before = bins(tmp_path / "broken")
-    with pytest.raises((ValueError, KeyboardInterrupt)):                   # what was there stays
-        web(tmp_path / "broken", Hub(fail_at=230, failure=failure), monkeypatch, tokens=10 ** 6)
-    assert all(map(np.array_equal, before, bins(tmp_path / "broken"))) and names(tmp_path / "broken") == WHOLE
+            web(folder, Hub(stop, failure), monkeypatch)
+        assert not folder.exists()
+    web(folder, Hub(), monkeypatch)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises((ValueError, KeyboardInterrupt)):
+        web(folder, Hub(230, failure), monkeypatch, tokens=10 ** 6)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
@@ -776,17 +816,21 @@ def test_openwebtext_killed_leaves_nothing_that_looks_whole(tmp_path, by):
         "        if i == 1500 and not pathlib.Path('again').exists():\n"
         f"            os.kill(os.getpid(), {int(by)})\n"
         "        yield {'text': text}\n")
-    command = [HERE / "data.py", "openwebtext", "--encoding", "bytes"]
-    result = cli(*command, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    command = ["openwebtext", "--encoding", "bytes"]
     folder = tmp_path / "data/openwebtext"
+    result = data_py(tmp_path, *command, PYTHONPATH=str(tmp_path))
     if by == signal.SIGTERM:
-        assert result.returncode == 130 and "nothing was written" in result.stderr and not folder.exists()
+        assert result.returncode == 130
+        assert "nothing was written" in result.stderr
+        assert not folder.exists()
     else:
-        assert result.returncode == -9 and set(names(folder)) == {"train.bin.partial", "val.bin.partial"}
+        assert result.returncode == -signal.SIGKILL
+        assert names(folder) == ["train.bin.partial", "val.bin.partial"]
     (tmp_path / "again").touch()
-    assert cli(*command, cwd=tmp_path, PYTHONPATH=str(tmp_path)).returncode == 0
+    assert data_py(tmp_path, *command, PYTHONPATH=str(tmp_path)).returncode == 0
     assert names(folder) == WHOLE
-    assert documents_of(bins(folder)[0]) == [text.encode() for text in texts if not data.is_val(text, 20)]
+    expected = [text.encode() for text in texts if not data.is_val(text, 20)]
+    assert documents_of(bins(folder)[0]) == expected
 
 
 @pytest.mark.parametrize("moment", ["meta.json", "val.bin", "train.bin"])
@@ -801,53 +845,68 @@ def test_old_and_new_files_never_stand_side_by_side(tmp_path, monkeypatch, momen
         real(partial, path)
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(data.os, "replace", replace)
-        web(tmp_path / "b", Hub(), patch, tokens=20000)
+        web(tmp_path / "b", Hub(), patch)
     assert set(names(tmp_path / "b")) <= {"meta.json", "val.bin"}
-    meta = web(tmp_path / "b", Hub(), monkeypatch, tokens=20000)
-    assert names(tmp_path / "b") == WHOLE and len(bins(tmp_path / "b")[0]) == meta["train_tokens"] == 20000
+    web(tmp_path / "b", Hub(), monkeypatch)
+    assert names(tmp_path / "b") == WHOLE
+    assert len(bins(tmp_path / "b")[0]) == 20000
 
 
 def test_openwebtext_with_a_loading_script_and_without_datasets_or_network(tmp_path, monkeypatch):
-    web(tmp_path / "a", hub := Hub(script=True), monkeypatch)
+    hub = Hub(script=True)
+    web(tmp_path / "a", hub, monkeypatch)
     assert hub.revisions == [None, "refs/convert/parquet"]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):
         next(data.openwebtext_documents("owt"))
+
     (tmp_path / "datasets.py").write_text(
         "def load_dataset(*args, **how): raise ConnectionError('no route\\nto host')")
-    command = [HERE / "data.py", "openwebtext"]
-    result = cli(*command, "--encoding", "bytes", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    env = {"PYTHONPATH": str(tmp_path)}
+    result = data_py(tmp_path, "openwebtext", "--encoding", "bytes", **env)
     refused(result, "Skylion007/openwebtext cannot be read", "no route", "--repo", "stdlib")
     for flag, value in (("--tokens", "0"), ("--tokens", "nan"), ("--val_tokens", "-3"), ("--tokens", "many")):
-        refused(cli(*command, flag, value, cwd=tmp_path), flag)
-    result = cli(*command, cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), PYTHONPATH=str(tmp_path),
-                 **NO_NETWORK)
-    refused(result, "gpt2", "TIKTOKEN_CACHE_DIR")
+        refused(data_py(tmp_path, "openwebtext", flag, value), flag)
+    env["TIKTOKEN_CACHE_DIR"] = str(tmp_path / "empty")
+    refused(data_py(tmp_path, "openwebtext", **env, **NO_NETWORK), "gpt2", "TIKTOKEN_CACHE_DIR")
     assert not list(tmp_path.glob("data/*"))
 
 
 def test_gpt2_batches_over_threads_equal_one_document_at_a_time(tmp_path, monkeypatch):
     gpt2_or_skip()
-    web(tmp_path / "a", Hub(), monkeypatch, "gpt2", tokens=10 ** 6, val_tokens=10 ** 6)
+    web(tmp_path / "a", Hub(), monkeypatch, "gpt2", tokens=10 ** 6)
     enc = data.encoding("gpt2")
-    texts = [row["text"] for row in Hub() if not data.is_val(row["text"], 20)]
-    assert bins(tmp_path / "a")[0].tolist() == [i for t in texts for i in enc.encode_ordinary(t) + [50256]]
+    expected = []
+    for raw in hub_sides()[0]:
+        expected += enc.encode_ordinary(raw.decode()) + [50256]
+    assert bins(tmp_path / "a")[0].tolist() == expected
 
 
-def test_bounds_and_a_split_where_all_text_is_on_one_side(tmp_path):
+def test_bounds_hold_for_a_first_document_that_fills_them(tmp_path):
     meta = prepare([("a", b"x" * 500), ("b", b"y" * 500)], tmp_path, tokens=100, val_tokens=5)
     assert [len(ids) for ids in bins(tmp_path)] == [meta["train_tokens"], meta["val_tokens"]]
-    assert 0 < meta["train_tokens"] <= 100 and 0 < meta["val_tokens"] <= 5
-    meta = prepare([("a", b"x" * 500)], tmp_path)                          # one document: 90/10
+    assert 0 < meta["train_tokens"] <= 100
+    assert 0 < meta["val_tokens"] <= 5
+
+
+def test_text_all_on_one_side_is_split_by_tokens(tmp_path):
+    meta = prepare([("a", b"x" * 500)], tmp_path)
     assert (meta["train_tokens"], meta["val_tokens"]) == (451, 50)
-    trained = [n for n in map(str, range(50)) if not data.is_val(n)][:3]   # none of them is held out
-    meta = prepare([(n, n.encode() * 400) for n in trained], tmp_path)
-    train_ids, val_ids = bins(tmp_path)
-    assert meta["documents"] == 3 and len(val_ids) == (len(train_ids) + len(val_ids)) // 10
-    assert documents_of(np.concatenate((train_ids, val_ids))) == [n.encode() * 400 for n in trained]
     held = next(n for n in map(str, range(50)) if data.is_val(n))
-    for documents in ([(held, b"z" * 99)], [(trained[0], b"z" * 99), (held, b"z" * 99)]):
-        meta = prepare(documents, tmp_path)                                # only held out, or a copy
+    trained = [n for n in map(str, range(50)) if not data.is_val(n)][:3]
+
+    documents = [(n, n.encode() * 400) for n in trained]                   # none is held out
+    meta = prepare(documents, tmp_path)
+    train_ids, val_ids = bins(tmp_path)
+    everything = np.concatenate((train_ids, val_ids))
+    assert meta["documents"] == 3
+    assert len(val_ids) == len(everything) // 10
+    assert documents_of(everything) == [raw for _, raw in documents]
+
+    only_held_out = [(held, b"z" * 99)]
+    only_a_copy = [(trained[0], b"z" * 99), (held, b"z" * 99)]
+    for documents in (only_held_out, only_a_copy):
+        meta = prepare(documents, tmp_path)
         assert (meta["train_tokens"], meta["val_tokens"]) == (90, 10)
     for documents in ([], [("a", b"")]):
         with pytest.raises(ValueError, match="needs more text"):
@@ -855,131 +914,164 @@ def test_bounds_and_a_split_where_all_text_is_on_one_side(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_held_out_copies_of_training_text_are_dropped(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
+def letters(n, seed):
+    return np.random.default_rng(seed).integers(97, 123, n).astype(np.uint8).tobytes()
 
-    def text(length):
-        return rng.integers(97, 123, length).astype(np.uint8).tobytes()
-    licence = text(3000)
-    training = [n for n in map(str, range(400)) if not data.is_val(n)][:20]
-    held = [n for n in map(str, range(400)) if data.is_val(n)][:5]
-    own = text(1000) + licence[:600]                                       # a licence above a text of its own
-    tail = text(1000) + licence[-1500:]                                    # mostly the licence's tail
+
+@pytest.mark.parametrize("looked_for", [2 ** 18, 500])                     # all shingles; a sample of them
+def test_held_out_copies_of_training_text_are_dropped(tmp_path, monkeypatch, looked_for):
+    monkeypatch.setattr(data, "LOOKED_FOR", looked_for)
+    numbers = [str(n) for n in range(400)]
+    trained = [n for n in numbers if not data.is_val(n)][:20]
+    held = [n for n in numbers if data.is_val(n)][:5]
+    licence = letters(3000, 1000)
+    training = [(n, letters(2000, int(n)) + licence) for n in trained]
+    own = letters(1000, 1001) + licence[:600]                              # most of it is its own
+    tail = letters(1000, 1002) + licence[-1500:]                           # mostly the licence's tail
     edited = licence[:1500] + b"EDITED" + licence[1500:]
-    documents = [(n, text(2000) + licence) for n in training]
-    documents[5:5] = zip(held, [own, tail, licence, edited, b"short"])     # before most of the training text
-    meta = prepare(documents, tmp_path / "a")
-    kept = documents_of(bins(tmp_path / "a")[1])
-    assert kept == [own, b"short"]
-    assert meta["left_out"] == {"empty": 0, "copies": 3} and meta["documents"] == 25
-    assert documents_of(bins(tmp_path / "a")[0]) == [raw for n, raw in documents if n in training]
-    monkeypatch.setattr(data, "LOOKED_FOR", 500)                           # a sample of the shingles
-    prepare(documents, tmp_path / "b")
-    assert documents_of(bins(tmp_path / "b")[1]) == kept
-    # where a copy lies in the training text, also across the pieces it is read in, makes no difference
-    train_ids = np.frombuffer(text(2 ** 18 + 4000), np.uint8)
-    cuts = [train_ids[at:at + 200] for at in (0, 2 ** 18 - 150, 2 ** 18 - 1, 2 ** 18, len(train_ids) - 200)]
-    assert data.without_copies(cuts, train_ids) == [] and data.without_copies([], train_ids) == []
-    assert len(data.without_copies(cuts, train_ids[:0])) == 5
-    spots = [train_ids[at:at + 32] for at in range(2 ** 18 - 40, 2 ** 18 + 5)]  # one shingle each
-    monkeypatch.setattr(data, "LOOKED_FOR", 2 ** 18)
-    assert data.without_copies(spots, train_ids) == []
+    held_out = list(zip(held, [own, tail, licence, edited, b"short"]))
+    meta = prepare(training[:5] + held_out + training[5:], tmp_path)       # copies of later text as well
+    train_ids, val_ids = bins(tmp_path)
+    assert documents_of(train_ids) == [raw for _, raw in training]
+    assert documents_of(val_ids) == [own, b"short"]
+    assert meta["left_out"] == {"empty": 0, "copies": 3}
+    assert meta["documents"] == 25
+
+
+def test_a_copy_is_found_wherever_it_lies():
+    """Training text is read in pieces of 2^18 ids; a shingle may lie across two."""
+    train_ids = np.frombuffer(letters(2 ** 18 + 4000, 0), np.uint8)
+    spots = [0, *range(2 ** 18 - 40, 2 ** 18 + 5), len(train_ids) - 32]
+    documents = [train_ids[at:at + 32] for at in spots]
+    assert data.without_copies(documents, train_ids) == []
+    assert len(data.without_copies(documents, train_ids[:31])) == len(documents)
+    assert data.without_copies([], train_ids) == []
 
 
 def test_gpt2_encoding_and_the_missing_network(tmp_path):
     pytest.importorskip("tiktoken")
-    (tmp_path / "t.txt").write_text("a<|endoftext|>b " * 50)
-    command = [HERE / "data.py", "t.txt", "--encoding", "gpt2", "--name", "x"]
-    result = cli(*command, cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **NO_NETWORK)
+    text = "a<|endoftext|>b " * 50
+    (tmp_path / "t.txt").write_text(text)
+    command = ["t.txt", "--encoding", "gpt2", "--name", "x"]
+    result = data_py(tmp_path, *command, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **NO_NETWORK)
     refused(result, "gpt2", "TIKTOKEN_CACHE_DIR", "--encoding bytes")
     assert not list(tmp_path.glob("data/*"))
     gpt2_or_skip()
-    assert cli(*command, cwd=tmp_path).returncode == 0
-    tokens = np.concatenate(bins(tmp_path / "data/x"))
-    assert (tokens == 50256).sum() == 1 and tokens[-1] == 50256            # not from the characters inside
-    assert data.encoding("gpt2").decode(tokens[:-1].tolist()) == "a<|endoftext|>b " * 50
+    assert data_py(tmp_path, *command).returncode == 0
+    *tokens, end = np.concatenate(bins(tmp_path / "data/x")).tolist()
+    assert end == 50256
+    assert 50256 not in tokens                                             # not from the characters inside
+    assert data.encoding("gpt2").decode(tokens) == text
     assert data.describe(tmp_path / "data/x") == ("gpt2", 50257)
 
 
 def test_prepare_text_folders_and_jsonl(tmp_path):
-    (tmp_path / "in" / "sub").mkdir(parents=True)
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    texts = [f"document {i}" for i in range(80)]
     for i in range(40):
-        (tmp_path / "in" / "sub" / f"{i}{'.TXT' if i % 2 else '.txt'}").write_text(f"document {i} ")
-    rows = [json.dumps({"text": f"line {i}"}) for i in range(40)]
-    odd = ["", '{"text": null}', '{"text": ""}', "  ", '{"text": "lone \\ud800 surrogate"}']
-    (tmp_path / "in" / "lines.JSONL").write_text("\n".join(rows + odd) + "\n")
-    (tmp_path / "in" / "image.png").write_bytes(b"no text")
-    (tmp_path / "in" / "packed.txt").write_bytes(b"\x1f\x8b packed")
-    (tmp_path / "in" / "binary.py").write_bytes(b"a\0b")
-    result = cli(HERE / "data.py", "in", cwd=tmp_path)
-    assert result.returncode == 0 and "81 documents" in result.stdout
+        suffix = ".TXT" if i % 2 else ".txt"
+        (folder / "sub" / f"{i}{suffix}").write_text(texts[i])
+    lines = [json.dumps({"text": text}) for text in texts[40:]]
+    lines += ["", '{"text": null}', '{"text": ""}', "  ", '{"text": "lone \\ud800 surrogate"}']
+    (folder / "lines.JSONL").write_text("\n".join(lines) + "\n")
+    (folder / "image.png").write_bytes(b"no text")
+    (folder / "packed.txt").write_bytes(b"\x1f\x8b packed")
+    (folder / "binary.py").write_bytes(b"a\0b")
+
+    result = data_py(tmp_path, "in")
+    assert result.returncode == 0
+    assert "81 documents" in result.stdout
     assert "left out 7 files or lines without text" in result.stdout
     train_ids, val_ids = bins(tmp_path / "data/in")
-    texts = [f"document {i} " for i in range(40)] + [f"line {i}" for i in range(40)] + ["lone ? surrogate"]
-    assert sorted(documents_of(train_ids) + documents_of(val_ids)) == sorted(text.encode() for text in texts)
+    found = documents_of(train_ids) + documents_of(val_ids)
+    assert sorted(found) == sorted(text.encode() for text in texts + ["lone ? surrogate"])
     meta = json.loads((tmp_path / "data/in/meta.json").read_text())
     assert (meta["train_tokens"], meta["val_tokens"]) == (len(train_ids), len(val_ids))
     assert data.describe(tmp_path / "data/in") == ("bytes", 257)
+
+
+def test_bad_text_changes_nothing(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "fine"}\n' * 30)
+    assert data_py(tmp_path, "lines.jsonl").returncode == 0
+    before = bins(tmp_path / "data/lines")[0]
     for line in ('{"title": 1}', '{"text": 5}', "[1]", "{", '"text"', "null", "[" * 10 ** 5):
-        (tmp_path / "in" / "lines.JSONL").write_text('{"text": "fine"}\n' + line + "\n")
-        with pytest.raises(ValueError, match="lines.JSONL, line 2"):
-            list(data.file_documents([tmp_path / "in"]))
-    refused(cli(HERE / "data.py", "in", cwd=tmp_path), "lines.JSONL, line 2")
-    assert (bins(tmp_path / "data/in")[0] == train_ids).all() and names(tmp_path / "data/in") == WHOLE
+        path.write_text('{"text": "fine"}\n' + line + "\n")
+        with pytest.raises(ValueError, match="lines.jsonl, line 2"):
+            list(data.file_documents([path]))
+    refused(data_py(tmp_path, "lines.jsonl"), "lines.jsonl, line 2")
     (tmp_path / "empty.txt").write_text("")
-    refused(cli(HERE / "data.py", "nothing-here", cwd=tmp_path), "nothing-here")
-    refused(cli(HERE / "data.py", "empty.txt", cwd=tmp_path), "empty.txt")
-    refused(cli(HERE / "data.py", "in", "--encoding", "klingon", cwd=tmp_path), "klingon")
-    refused(cli(HERE / "data.py", cwd=tmp_path), "paths", "--help")
-    assert names(tmp_path / "data") == ["in"]
+    refused(data_py(tmp_path, "empty.txt"), "empty.txt")
+    refused(data_py(tmp_path, "nothing-here"), "nothing-here")
+    refused(data_py(tmp_path, "lines.jsonl", "--encoding", "klingon"), "klingon")
+    refused(data_py(tmp_path), "paths", "--help")
+    assert names(tmp_path / "data") == ["lines"]
+    assert names(tmp_path / "data/lines") == WHOLE
+    assert (bins(tmp_path / "data/lines")[0] == before).all()
 
 
 def test_compressed_and_binary_files_are_refused_when_named(tmp_path):
     text = b"".join(b"line %d of some text\n" % i for i in range(3000))
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr("a.txt", text)
-    files = {"a.txt.gz": gzip.compress(text), "b.txt": gzip.compress(text), "c.xz": lzma.compress(text),
-             "d.bz2": bz2.compress(text), "e.bz2": bz2.compress(text, 1), "f.zst": b"\x28\xb5\x2f\xfd" + text,
-             "g.parquet": b"PAR1" + text + b"PAR1", "h.txt": text + b"\0",
-             "i.txt": text.decode().encode("utf-16")}
+    files = {
+        "a.txt.gz": gzip.compress(text),
+        "b.txt": gzip.compress(text),
+        "c.jsonl": gzip.compress(text),
+        "d.xz": lzma.compress(text),
+        "e.bz2": bz2.compress(text, 1),
+        "f.zst": b"\x28\xb5\x2f\xfd" + text,
+        "g.parquet": b"PAR1" + text + b"PAR1",
+        "h.txt": text + b"\0",
+        "i.txt": text.decode().encode("utf-16"),
+    }
     for name, raw in files.items():
         (tmp_path / name).write_bytes(raw)
     for name in ["a.zip", *files]:
         with pytest.raises(ValueError, match=f"{name} is compressed or binary"):
             list(data.file_documents([tmp_path / name]))
-    (tmp_path / "j.jsonl").write_bytes(gzip.compress(text))
-    assert [raw for _, raw in data.file_documents([tmp_path])] == [b""] * (len(files) + 2)
-    refused(cli(HERE / "data.py", "a.txt.gz", cwd=tmp_path), "a.txt.gz is compressed")
+    assert [raw for _, raw in data.file_documents([tmp_path])] == [b""] * 10
+    refused(data_py(tmp_path, "a.txt.gz"), "a.txt.gz is compressed")
     assert not list(tmp_path.glob("data/*"))
 
 
-def test_two_sources_never_write_over_one_another(tmp_path):
-    def text(i):
-        return " ".join(str(i * j) for j in range(200))
-    for folder in ("corp.v1", "corp.v2", "deep/corp.v1"):
-        (tmp_path / folder).mkdir(parents=True)
-    for i, path in enumerate(("corp.v1/a.txt", "corp.v2/a.txt", "deep/corp.v1/a.txt", "notes.txt", "notes.md",
-                              "log.1", "log.2")):
-        (tmp_path / path).write_text(text(i + 1))
-    command = [HERE / "data.py"]
-    for path in ("corp.v1", "corp.v2", "notes.txt", "log.1", "log.2", "./corp.v1/"):   # again is allowed
-        result = cli(*command, path, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-    assert names(tmp_path / "data") == ["corp.v1", "corp.v2", "log.1", "log.2", "notes"]
-    before = {path: path.read_bytes() for path in tmp_path.glob("data/*/*")}
-    for argv in (["deep/corp.v1"], ["notes.md"], ["corp.v1", "corp.v2"], ["notes.txt", "--name", "corp.v1"]):
-        refused(cli(*command, *argv, cwd=tmp_path), "--name", "data/")
-    for name in (".", "..", "a/b", "/abs"):
-        refused(cli(*command, "notes.txt", "--name", name, cwd=tmp_path), "--name")
-    refused(cli(*command, "/", cwd=tmp_path), "--name")
-    assert {path: path.read_bytes() for path in tmp_path.glob("data/*/*")} == before
-    result = cli(*command, ".", cwd=tmp_path / "corp.v1")                  # not into data/ itself
-    assert result.returncode == 0 and names(tmp_path / "corp.v1/data") == ["corp.v1"]
-    foreign = tmp_path / "data/foreign"                                    # nanoGPT's own files
+@pytest.fixture
+def sources(tmp_path):
+    """Files and folders whose names are much alike, with different text."""
+    paths = "corp.v1/a.txt corp.v2/a.txt deep/corp.v1/a.txt notes.txt notes.md log.1 log.2"
+    for i, path in enumerate(paths.split()):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(" ".join(str(i * j) for j in range(200)))
+    return tmp_path
+
+
+def test_two_sources_never_write_over_one_another(sources):
+    for path in ("corp.v1", "corp.v2", "notes.txt", "log.1", "log.2", "./corp.v1/"):      # again is allowed
+        assert data_py(sources, path).returncode == 0
+    assert names(sources / "data") == ["corp.v1", "corp.v2", "log.1", "log.2", "notes"]
+    before = {path: path.read_bytes() for path in sources.glob("data/*/*")}
+    for argv in (["deep/corp.v1"], ["notes.md"], ["corp.v1", "corp.v2"], ["log.1", "--name", "corp.v1"]):
+        refused(data_py(sources, *argv), "--name", "holds")
+    assert {path: path.read_bytes() for path in sources.glob("data/*/*")} == before
+    foreign = sources / "data/foreign"                                     # nanoGPT's own files
     foreign.mkdir()
     np.arange(9, dtype=np.uint16).tofile(foreign / "train.bin")
-    refused(cli(*command, "notes.txt", "--name", "foreign", cwd=tmp_path), "unknown source", "--name")
+    refused(data_py(sources, "notes.txt", "--name", "foreign"), "unknown source", "--name")
     assert names(foreign) == ["train.bin"]
+
+
+def test_every_data_set_has_a_folder_of_its_own(sources, monkeypatch):
+    monkeypatch.chdir(sources)
+    assert data.folder_for("corp.v1/a.txt", None) == Path("data/a")
+    assert data.folder_for("corp.v1", "x.y") == Path("data/x.y")
+    assert data.folder_for(".", None) == Path("data") / sources.name
+    for path, name in ((".", "."), (".", ".."), (".", "a/b"), (".", "/abs"), ("/", None)):
+        with pytest.raises(ValueError, match="--name"):
+            data.folder_for(path, name)
+    assert data_py(sources / "corp.v1", ".").returncode == 0
+    assert names(sources / "corp.v1/data") == ["corp.v1"]
+    refused(data_py(sources, "notes.txt", "--name", ".."), "--name")
 
 
 def test_one_document_is_split_and_tiktoken_is_not_needed_for_bytes(tmp_path):
@@ -989,39 +1081,45 @@ def test_one_document_is_split_and_tiktoken_is_not_needed_for_bytes(tmp_path):
     assert [len(ids) for ids in bins(tmp_path / "data/one")] == [901, 100]
 
 
-def test_stdlib_corpus_is_held_out_by_name_and_made_once_by_two_processes(tmp_path):
-    documents = dict(data.stdlib_documents())
-    assert len(documents) > 300 and list(documents) == sorted(documents, key=Path)
-    assert not any("/test/" in f"/{name}" or "/tests/" in name for name in documents)
-    held = [name for name in documents if data.is_val(name)]
-    assert 0.04 < len(held) / len(documents) < 0.2
-    code = ("import data\n"
-            "folder = data.find('stdlib')\n"
-            "print(data.describe(folder), *(len(data.load(folder, split, 9)) for split in ('train', 'val')))")
+def test_stdlib_corpus_is_made_once_by_two_processes(tmp_path):
+    code = "import data; [data.load(data.find('stdlib'), split, 9) for split in ('train', 'val')]"
     run = [sys.executable, "-c", code]
     env = os.environ | {"PYTHONPATH": str(HERE)}
-    both = [subprocess.Popen(run, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    last, other = [process.communicate()[0].splitlines() for process in both]
-    assert [process.returncode for process in both] == [0, 0] and last[-1] == other[-1]
-    assert sorted((len(last), len(other))) == [1, 3]                       # one made it, the other waited
+    both = [subprocess.Popen(run, cwd=tmp_path, env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    outputs = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(map(bool, outputs)) == [False, True]                     # one made it, the other waited
     folder = tmp_path / "data/stdlib"
     assert names(folder) == WHOLE
+
+    documents = dict(data.stdlib_documents())
+    held = [name for name in documents if data.is_val(name)]
     train_ids, val_ids = bins(folder)
     assert documents_of(train_ids) == [documents[name] for name in documents if name not in held]
     kept = documents_of(val_ids)
-    dropped = [name for name in held if documents[name] not in kept]
-    assert kept == [documents[name] for name in held if name not in dropped]
+    assert [raw for raw in map(documents.get, held) if raw in kept] == kept
     meta = json.loads((folder / "meta.json").read_text())
-    assert 0 < len(dropped) == meta["left_out"]["copies"] < len(held) / 4
+    assert meta["left_out"]["copies"] == len(held) - len(kept)
+    assert len(held) / 2 < len(kept) < len(held)
+
+
+def test_stdlib_corpus_is_held_out_by_name():
+    files = [name for name, _ in data.stdlib_documents()]
+    assert len(files) > 300
+    assert files == sorted(files, key=Path)
+    assert not any("/test/" in f"/{name}" or "/tests/" in name for name in files)
+    assert 0.04 < sum(map(data.is_val, files)) / len(files) < 0.2
 
 
 def test_batches_are_a_pure_function(corpus):
     tokens = data.load(corpus, "train", 33)
 
-    def draw(*which, **how):
-        return data.batch(tokens, *which, **{"batch_size": 8, "block_size": 32} | how)
+    def draw(*which):
+        return data.batch(tokens, *which, batch_size=8, block_size=32)
     x, y = draw(3, 7)
-    assert x.shape == y.shape == (8, 32) and x.dtype == np.int64 and (x[:, 1:] == y[:, :-1]).all()
+    assert x.shape == y.shape == (8, 32)
+    assert x.dtype == np.int64
+    assert (x[:, 1:] == y[:, :-1]).all()
     np.random.seed(0)
     torch.manual_seed(0)
     assert (draw(3, 7)[0] == x).all()
@@ -1030,19 +1128,20 @@ def test_batches_are_a_pure_function(corpus):
     assert len(digests) == 20                                              # each reads something else
     parts = [draw(3, 7, rank, 2)[0] for rank in (0, 1)]
     assert (np.stack(parts, 1).reshape(8, 32) == x).all()                  # two ranks read what one would
-    short = np.arange(33, dtype=np.uint16)
-    x, y = data.batch(short, 0, 0, batch_size=4, block_size=32)
-    assert (x == np.arange(32)).all() and (y[:, -1] == 32).all()           # the last token is a target
+    x, y = data.batch(np.arange(33, dtype=np.uint16), 0, 0, batch_size=4, block_size=32)
+    assert (x == np.arange(32)).all()
+    assert (y[:, -1] == 32).all()                                          # the last token is a target
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory in use from /proc")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use from /proc")
 def test_batches_do_not_add_up_in_memory(tmp_path):
     with (tmp_path / "train.bin").open("wb") as file:
         file.truncate(2 ** 31)                                             # sparse
     tokens = data.load(tmp_path, "train", 1025)
 
     def megabytes():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
     before = megabytes()
     for i in range(200):
         data.batch(tokens, i, 0, batch_size=16, block_size=1024)
@@ -1050,16 +1149,17 @@ def test_batches_do_not_add_up_in_memory(tmp_path):
 
 
 def test_loading_refuses_what_it_cannot_use(tmp_path):
-    for content, word in ((None, "missing"), (b"", "empty"), (b"abc", "odd"),
-                          (bytes(64), "32 tokens, needs at least 33")):
+    path = tmp_path / "val.bin"
+    wrong = {"missing": None, "empty": b"", "odd": b"abc", "32 tokens, needs at least 33": bytes(64)}
+    for words, content in wrong.items():
         if content is not None:
-            (tmp_path / "val.bin").write_bytes(content)
-        with pytest.raises(ValueError, match=word):
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
             data.load(tmp_path, "val", 33)
-    np.arange(33, dtype=np.uint16).tofile(tmp_path / "val.bin")
-    assert len(data.load(tmp_path, "val", 33)) == 33 and len(data.load(tmp_path, "val", 33, 33)) == 33
+    np.arange(33, dtype=np.uint16).tofile(path)
+    assert len(data.load(tmp_path, "val", 33, vocab_size=33)) == 33
     with pytest.raises(ValueError, match="val.bin holds a token id 32"):
-        data.load(tmp_path, "val", 33, 32)
+        data.load(tmp_path, "val", 33, vocab_size=32)
     for bad in ("{", "[]", "{}", '{"vocab_size": "x"}', '{"vocab_size": 0}', '{"vocab_size": null}'):
         (tmp_path / "meta.json").write_text(bad)
         with pytest.raises(ValueError, match="meta.json"):
@@ -1075,15 +1175,15 @@ def test_without_a_note_the_highest_id_is_read(tmp_path):
     assert data.describe(tmp_path) == ("unknown", 50304)
 
 
-def character_set(folder, letters):
-    """What nanoGPT's prepare.py writes for text of these characters."""
+def character_set(folder, text):
+    """What nanoGPT's prepare.py writes for a text."""
     folder.mkdir()
-    letters = sorted(set(letters))
-    note = {"vocab_size": len(letters), "itos": dict(enumerate(letters)),
-            "stoi": {letter: i for i, letter in enumerate(letters)}}
+    letters = sorted(set(text))
+    itos = dict(enumerate(letters))
+    note = {"vocab_size": len(letters), "itos": itos, "stoi": {letter: i for i, letter in itos.items()}}
     (folder / "meta.pkl").write_bytes(pickle.dumps(note))
     for split in ("train", "val"):
-        np.arange(len(letters) - 1, dtype=np.uint16).tofile(folder / f"{split}.bin")
+        np.zeros(9, np.uint16).tofile(folder / f"{split}.bin")
     return folder
 
 
@@ -1095,16 +1195,20 @@ class Evil:
 def test_character_sets_of_nanogpt(tmp_path, monkeypatch):
     a = character_set(tmp_path / "a", "hello wörld")
     b = character_set(tmp_path / "b", "hello wÖrld")
-    (name, size), (other, same_size) = data.describe(a), data.describe(b)
-    assert size == same_size == 9 and name != other                        # as many, but not the same
-    assert name.startswith("characters:") and len(name) == len("characters:") + 8
-    assert data.describe(character_set(tmp_path / "again", "wörld hello")) == (name, size)
-    assert "".join(data.characters(a)) == "".join(sorted(set("hello wörld")))
+    name, size = data.describe(a)
+    other, other_size = data.describe(b)
+    assert size == other_size == 9
+    assert name != other
+    assert name.startswith("characters:")
+    assert data.describe(character_set(tmp_path / "c", "wörld hello")) == (name, size)
+    assert "".join(data.characters(a)) == " dehlorwö"
     data.check_encoding(a, name, size)
     with pytest.raises(ValueError, match=f"{other}.*{name}"):
         data.check_encoding(b, name, size)
+
     monkeypatch.chdir(tmp_path)
-    wrong = [[1], {"vocab_size": 5}, {"itos": {1: "a"}}, {"itos": {0: 5}}, {"itos": Evil()}, Evil()]
+    wrong = [[1], {"vocab_size": 5}, Evil()]
+    wrong += [{"itos": itos} for itos in ({}, {1: "a"}, {0: 5}, Evil())]
     for bad in [b"", b"nothing", *map(pickle.dumps, wrong)]:
         (a / "meta.pkl").write_bytes(bad)
         with pytest.raises(ValueError, match="meta.pkl is not"):
@@ -1117,15 +1221,18 @@ def test_another_encoding_is_refused(tmp_path, corpus):
     for other in ("gpt2", "gpt2:8192", "characters:01234567"):
         with pytest.raises(ValueError, match=f"bytes.*{other}"):
             data.check_encoding(corpus, other)
+
+
+def test_an_unknown_encoding_is_refused_where_the_sizes_tell(tmp_path, corpus):
     np.array([0, 50256], np.uint16).tofile(tmp_path / "train.bin")         # nanoGPT's GPT-2 text: no note
-    data.check_encoding(tmp_path, "gpt2", 50257)                           # nothing says otherwise
+    data.check_encoding(tmp_path, "gpt2", 50257)
     data.check_encoding(tmp_path, "unknown", 50257)
+    data.check_encoding(corpus, "unknown", 96)
     for encoding, size in (("bytes", 257), ("unknown", 65)):
         with pytest.raises(ValueError, match=f"unknown.*{encoding}"):
             data.check_encoding(tmp_path, encoding, size)
     with pytest.raises(ValueError, match="bytes.*unknown"):                # and the other way round
         data.check_encoding(corpus, "unknown", 50257)
-    data.check_encoding(corpus, "unknown", 96)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
