@@ -471,7 +471,7 @@ def batch(tokens, iter_num, seed, rank=0, world_size=1, *, batch_size, block_siz
 
 def folder_for(path, name):
     """data/NAME; by default the name of the path, without the suffix of a text file."""
-    path = Path(path).resolve()
+    path = Path(os.path.abspath(path))
     without_suffix = path.suffix.lower() in TEXT and not path.is_dir()
     name = name or (path.stem if without_suffix else path.name)
     if name in ("", "..") or Path(name).name != name:

@@ -1066,6 +1066,8 @@ def test_every_data_set_has_a_folder_of_its_own(sources, monkeypatch):
     assert data.folder_for("corp.v1/a.txt", None) == Path("data/a")
     assert data.folder_for("corp.v1", "x.y") == Path("data/x.y")
     assert data.folder_for(".", None) == Path("data") / sources.name
+    (sources / "mine.txt").symlink_to("notes.txt")
+    assert data.folder_for("mine.txt", None) == Path("data/mine")
     for path, name in ((".", "."), (".", ".."), (".", "a/b"), (".", "/abs"), ("/", None)):
         with pytest.raises(ValueError, match="--name"):
             data.folder_for(path, name)
