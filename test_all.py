@@ -1230,6 +1230,7 @@ def test_an_unknown_encoding_is_refused_where_the_sizes_tell(tmp_path, corpus):
     data.check_encoding(tmp_path, "gpt2", 50257)
     data.check_encoding(tmp_path, "unknown", 50257)
     data.check_encoding(corpus, "unknown", 96)
+    data.check_encoding(corpus, "unknown")                                 # no size to compare
     for encoding, size in (("bytes", 257), ("unknown", 65)):
         with pytest.raises(ValueError, match=f"unknown.*{encoding}"):
             data.check_encoding(tmp_path, encoding, size)
