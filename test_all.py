@@ -1,10 +1,13 @@
 """All tests:  pytest -q test_all.py   (CPU, two cores, under three minutes; what needs a GPU skips with a reason)"""
 import ast
+import bz2
 import dataclasses
+import gzip
 import hashlib
 import importlib.util
 import itertools
 import json
+import lzma
 import math
 import os
 import pickle
@@ -13,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -898,31 +902,124 @@ def corpus(tmp_path_factory):
 
 
 def cli(*argv, cwd=HERE, **env):
-    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": str(HERE), **env})
+    env = {**os.environ, "PYTHONPATH": str(HERE), **env}
+    command = [sys.executable, *map(str, argv)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 def refused(result, *words):
     """One line on stderr that says what is wrong, exit status 2."""
-    code, err = (result.returncode, result.stderr) if isinstance(result, subprocess.CompletedProcess) else result
+    if isinstance(result, subprocess.CompletedProcess):
+        result = result.returncode, result.stderr
+    code, err = result
     assert code == 2 and err.count("\n") == 1 and err.startswith("error: "), (code, err)
-    assert all(str(w) in err for w in words), err
+    assert all(str(word) in err for word in words), err
+
+
+def gpt2_or_skip():
+    pytest.importorskip("tiktoken")
+    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
+        pytest.skip("the GPT-2 vocabulary: set TIKTOKEN_CACHE_DIR")
+
+
+def prepare(documents, out, *how, **more):
+    """Write a data set as the command line does -> what its meta.json holds."""
+    with data.alone(out):
+        data.prepare(documents, out, *how, **more)
+    return json.loads((out / "meta.json").read_text())
+
+
+def bins(out):
+    return [np.fromfile(out / f"{split}.bin", np.uint16) for split in ("train", "val")]
+
+
+def documents_of(ids):
+    """The byte documents of a token file, in order."""
+    ends = np.flatnonzero(ids == 256)
+    return [bytes(part[:-1].astype(np.uint8)) for part in np.split(ids, ends + 1)[:-1]]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def data_py(folder, *argv, **env):
+    return cli(HERE / "data.py", *argv, cwd=folder, **env)
+
+
+WHOLE = ["meta.json", "train.bin", "val.bin"]
+NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
+              "HTTP_PROXY": "http://127.0.0.1:9"}
 
 
 def test_byte_encoding_round_trip():
     tiktoken = pytest.importorskip("tiktoken")
-    enc, text = data.encoding("bytes"), "naïve 😀 <|endoftext|>\n\t" * 20
-    encode, vocab = data.encoder("bytes")
-    assert isinstance(enc, tiktoken.Encoding) and vocab == enc.n_vocab == 257
-    ids, eot, odd = encode([text.encode(), b"a<|endoftext|>b", b"\xff\xfe"])
-    assert ids.tolist() == enc.encode_ordinary(text) + [256] and enc.decode(ids[:-1].tolist()) == text
-    assert len(eot) == 16 and odd[:2].tolist() == [255, 254]               # bytes that are no text
+    enc = data.encoding("bytes")
+    encode, vocab_size = data.encoder("bytes")
+    text = "naïve 😀 <|endoftext|>\n\t" * 20
+    assert isinstance(enc, tiktoken.Encoding)
+    assert vocab_size == enc.n_vocab == 257
+    ids, literal, odd = encode([text.encode(), b"a<|endoftext|>b", b"\xff\xfe"])
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == enc.encode_ordinary(text) + [256]
+    assert enc.decode(ids[:-1].tolist()) == text
+    assert len(literal) == 16
+    assert odd.tolist() == [255, 254, 256]                                 # bytes that are no text
+
+
+@pytest.mark.parametrize("size", [257, 258, 1000, 8192, 50257])
+def test_an_encoding_cut_to_its_first_merges_is_lossless(size):
+    gpt2_or_skip()
+    text = "The naïve 😀 transport: <|endoftext|>\n\n    accumulate(steps) = 123456789\x00" * 5
+    whole = data.encoding("gpt2")
+    enc = data.encoding(f"gpt2:{size}")
+    encode, vocab_size = data.encoder(f"gpt2:{size}")
+    *ids, end = encode([text.encode()])[0].tolist()
+    assert vocab_size == enc.n_vocab == size
+    assert end == enc.eot_token == size - 1
+    assert max(ids) < end
+    assert enc.decode(ids) == text
+    for i in ids:
+        assert enc.decode_single_token_bytes(i) == whole.decode_single_token_bytes(i)
+    if size == 257:
+        assert len(ids) == len(text.encode())                              # bytes, no merge
+    if size == 50257:
+        assert ids == whole.encode_ordinary(text)                          # nothing cut
+
+
+def test_a_cut_encoding_in_use_and_refused(tmp_path):
+    gpt2_or_skip()
+    (tmp_path / "t.txt").write_text("Some text to be encoded.\n" * 50)
+    for bad in ("gpt2:256", "gpt2:50258", "gpt2:", "gpt2:-5", "gpt2:1e3", "bytes:300", "klingon:300"):
+        with pytest.raises(ValueError, match=bad):
+            data.encoding(bad)
+    refused(data_py(tmp_path, "t.txt", "--encoding", "gpt2:256"), "gpt2:256", "50257")
+    assert not list(tmp_path.glob("data/*"))
+    assert data_py(tmp_path, "t.txt", "--encoding", "gpt2:1000").returncode == 0
+    assert data.describe(tmp_path / "data/t") == ("gpt2:1000", 1000)
+    data.load(tmp_path / "data/t", "train", 1, 1000)
+
+
+def test_a_megabyte_of_one_letter_is_encoded():
+    """Versions of tiktoken before 0.13 need time that grows with the square of a word's length."""
+    assert "tiktoken>=0.13" in (HERE / "requirements.txt").read_text().split()
+    gpt2_or_skip()
+    encode, vocab_size = data.encoder("gpt2")
+    start = time.time()
+    encode([b"a" * 2 ** 20])
+    assert time.time() - start < 30
+
+
+def hub_texts(n=400):
+    for i in range(n):
+        yield f"document {i}: " + " ".join(str((i * j) % 97) for j in range(1, i % 40))
 
 
 class Hub:
-    """Stands in for Hugging Face `datasets`: a stream of n documents that fails when `fail_at` is read."""
-    def __init__(self, n=400, fail_at=None, failure=lambda: ConnectionError("the network is down"), script=False, change=""):
-        self.n, self.fail_at, self.failure, self.script, self.change, self.read, self.revisions = n, fail_at, failure, script, change, 0, []
+    """Stands in for Hugging Face `datasets`: a stream of documents that fails at number `fail_at`."""
+    def __init__(self, fail_at=None, failure=None, script=False):
+        self.fail_at, self.failure, self.script = fail_at, failure, script
+        self.read, self.revisions = 0, []
 
     def load_dataset(self, repo, split, streaming, revision=None):
         assert (split, streaming) == ("train", True)
@@ -931,236 +1028,499 @@ class Hub:
             raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
         return self
 
-    def skip(self, start):
-        return iter(self.rows(start))
-
     def __iter__(self):
-        return iter(self.rows(0))
-
-    def rows(self, start):
-        for i in range(start, self.n):
+        for text in hub_texts():
+            if self.read == self.fail_at:
+                raise self.failure
             self.read += 1
-            if i == self.fail_at:
-                raise self.failure()
-            yield {"text": f"{self.change}document {i}: " + " ".join(str((i * j) % 97) for j in range(i % 40))}
+            yield {"text": text}
+        yield {"text": None}
 
 
-HUB = {"tokens": 20000, "val_tokens": 900, "share": 20, "resumable": True}
-
-
-def web(out, hub, monkeypatch, encoding="bytes", **how):
+def web(out, hub, monkeypatch, encoding="bytes", tokens=20000, val_tokens=900):
     monkeypatch.setitem(sys.modules, "datasets", hub)
-    monkeypatch.setattr(data, "SAVE_SECONDS", 0)
-    monkeypatch.setattr(data, "BATCH_BYTES", 1000)
-    return data.prepare(data.openwebtext_documents, out, encoding, "owt", **HUB | how)
+    return prepare(data.openwebtext_documents("owt"), out, encoding, "owt", tokens, val_tokens, 20)
 
 
-def bins(out):
-    return [(out / f"{split}.bin").read_bytes() for split in ("train", "val")]
+def hub_sides():
+    """The texts of the hub that are training text, and those that are held out."""
+    held_out = [text.encode() for text in hub_texts() if data.is_val(text, 20)]
+    return [text.encode() for text in hub_texts() if not data.is_val(text, 20)], held_out
 
 
 def test_openwebtext_stops_at_its_bounds_and_splits_by_document(tmp_path, monkeypatch):
-    meta = web(tmp_path / "a", hub := Hub(), monkeypatch)
-    assert meta["train_tokens"] == 20000 and meta["val_tokens"] == 900 and meta["vocab_size"] == 257 and meta["documents"] < 400
-    assert hub.read < meta["documents"] + 60                               # reads ahead by two batches at most
-    train, val = (np.frombuffer(raw, np.uint16) for raw in bins(tmp_path / "a"))
-    documents = lambda ids: {bytes(d.astype(np.uint8)) for d in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]}
-    texts = [row["text"] for row in Hub()][:meta["documents"]]
-    assert documents(val) <= {t.encode() + b"\0" for t in texts if data.is_val(t, 20)}      # 256 as a byte is 0
-    assert documents(train) <= {t.encode() + b"\0" for t in texts if not data.is_val(t, 20)} and len(documents(train)) > 100
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["meta.json", "train.bin", "val.bin"]
-    assert web(tmp_path / "a", hub := Hub(), monkeypatch) == meta and hub.read == 0      # done before
-    web(tmp_path / "short", Hub(), monkeypatch, tokens=5000, val_tokens=100)  # other bounds: the same beginning
-    assert all(whole.startswith(part) for whole, part in zip(bins(tmp_path / "a"), bins(tmp_path / "short")))
-    web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)       # a stream that ends early
-    assert sum(map(len, bins(tmp_path / "all"))) == 2 * sum(len(row["text"]) + 1 for row in Hub())
+    hub = Hub()
+    meta = web(tmp_path / "a", hub, monkeypatch)
+    assert meta["train_tokens"] == 20000
+    assert meta["val_tokens"] <= 900
+    assert meta["documents"] <= hub.read < meta["documents"] + 64 < 400
+    train_ids, val_ids = bins(tmp_path / "a")
+    train_texts, held_out = hub_sides()
+    read = documents_of(train_ids)
+    assert len(read) > 100
+    assert read == train_texts[:len(read)]
+    assert documents_of(val_ids)
+    assert set(documents_of(val_ids)) <= set(held_out)
+    assert names(tmp_path / "a") == WHOLE
+    web(tmp_path / "short", Hub(), monkeypatch, tokens=5000)               # another bound: the same beginning
+    assert (train_ids[:5000] == bins(tmp_path / "short")[0]).all()
 
 
-@pytest.mark.parametrize("stops", [(1,), (100,), (100, 101, 230)])
-def test_openwebtext_interrupted_gives_the_same_bytes(tmp_path, monkeypatch, stops):
-    web(tmp_path / "straight", straight := Hub(), monkeypatch)
-    for stop in stops:
-        with pytest.raises(ValueError, match="network is down.*same command again"):
-            web(tmp_path / "broken", Hub(fail_at=stop), monkeypatch)
-        assert not list((tmp_path / "broken").glob("*.bin"))               # nothing that looks whole
-    web(tmp_path / "broken", hub := Hub(), monkeypatch)
-    assert bins(tmp_path / "broken") == bins(tmp_path / "straight")
-    assert hub.read <= straight.read - (stops[-1] > 1) * (stops[-1] - 40)  # it did go on, not start again
-    assert not list((tmp_path / "broken").glob("*.partial")) and not (tmp_path / "broken" / "progress.json").exists()
+def test_openwebtext_that_ends_early(tmp_path, monkeypatch):
+    meta = web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)
+    train_ids, val_ids = bins(tmp_path / "all")
+    train_texts, held_out = hub_sides()
+    assert documents_of(train_ids) == train_texts
+    assert len(documents_of(val_ids)) == len(held_out) - meta["left_out"]["copies"]
+    assert meta["documents"] == 400
+    assert meta["left_out"]["empty"] == 1                                  # the null at its end
 
 
-def test_openwebtext_killed_gives_the_same_bytes(tmp_path, monkeypatch):
-    """SIGKILL between notes: what was written after the last note is written again."""
-    web(tmp_path / "straight", Hub(), monkeypatch)
-    code = ("import os, signal, sys; sys.path.insert(0, sys.argv[1]); import test_all, data\n"
-            "hub = test_all.Hub(fail_at=150, failure=lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
-            "with test_all.pytest.MonkeyPatch.context() as m: test_all.web(test_all.Path(sys.argv[2]), hub, m)")
-    result = subprocess.run([sys.executable, "-c", code, str(HERE), str(tmp_path / "killed")], capture_output=True, text=True)
-    assert result.returncode == -9 and (tmp_path / "killed" / "progress.json").exists(), result.stderr
-    with open(tmp_path / "killed" / "train.bin.partial", "ab") as f:
-        f.write(b"half a batch")
-    web(tmp_path / "killed", hub := Hub(), monkeypatch)
-    assert bins(tmp_path / "killed") == bins(tmp_path / "straight") and hub.read < 300
+@pytest.mark.parametrize("failure", [ConnectionError("the network is down"), KeyboardInterrupt()])
+def test_openwebtext_interrupted_leaves_nothing_and_starts_again(tmp_path, monkeypatch, failure):
+    folder = tmp_path / "broken"
+    for stop in (0, 1, 230):
+        with pytest.raises((ValueError, KeyboardInterrupt)):
+            web(folder, Hub(stop, failure), monkeypatch)
+        assert not folder.exists()
+    web(folder, Hub(), monkeypatch)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises((ValueError, KeyboardInterrupt)):
+        web(folder, Hub(230, failure), monkeypatch, tokens=10 ** 6)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("moment", ["documents end", "meta", "replace"])
-def test_openwebtext_killed_at_the_very_end(tmp_path, monkeypatch, moment):
-    web(tmp_path / "straight", Hub(), monkeypatch, tokens=300, val_tokens=10 ** 6)
-    real = {"json": data.write_json, "replace": os.replace}
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_openwebtext_killed_leaves_nothing_that_looks_whole(tmp_path, by):
+    """What SIGKILL leaves, the next run overwrites."""
+    texts = [f"document {i}: {i * i}" for i in range(3000)]
+    (tmp_path / "datasets.py").write_text(
+        "import os, pathlib\n"
+        "def load_dataset(*args, **how):\n"
+        f"    for i, text in enumerate({texts}):\n"
+        "        if i == 1500 and not pathlib.Path('again').exists():\n"
+        f"            os.kill(os.getpid(), {int(by)})\n"
+        "        yield {'text': text}\n")
+    command = ["openwebtext", "--encoding", "bytes"]
+    folder = tmp_path / "data/openwebtext"
+    result = data_py(tmp_path, *command, PYTHONPATH=str(tmp_path))
+    if by == signal.SIGTERM:
+        assert result.returncode == 130
+        assert "nothing was written" in result.stderr
+        assert not folder.exists()
+    else:
+        assert result.returncode == -signal.SIGKILL
+        assert names(folder) == ["train.bin.partial", "val.bin.partial"]
+    (tmp_path / "again").touch()
+    assert data_py(tmp_path, *command, PYTHONPATH=str(tmp_path)).returncode == 0
+    assert names(folder) == WHOLE
+    expected = [text.encode() for text in texts if not data.is_val(text, 20)]
+    assert documents_of(bins(folder)[0]) == expected
 
-    def write_json(path, value):
-        if moment == "meta" and path.name == "meta.json":
+
+@pytest.mark.parametrize("moment", ["meta.json", "val.bin", "train.bin"])
+def test_old_and_new_files_never_stand_side_by_side(tmp_path, monkeypatch, moment):
+    """Stopped while it renames, a second preparation leaves no training text rather than the old one."""
+    web(tmp_path / "b", Hub(), monkeypatch, tokens=300)
+    real = os.replace
+
+    def replace(partial, path):
+        if Path(path).name == moment:
             raise OSError(28, "No space left on device")
-        real["json"](path, value)
-
-    def replace(a, b):
-        if moment == "replace" and str(b).endswith("val.bin"):
-            raise KeyboardInterrupt
-        real["replace"](a, b)
-    with monkeypatch.context() as m, pytest.raises((OSError, KeyboardInterrupt, ValueError)):
-        m.setattr(data, "write_json", write_json), m.setattr(data.os, "replace", replace)
-        web(tmp_path / "b", Hub(fail_at=12 if moment == "documents end" else None), m, tokens=300, val_tokens=10 ** 6)
-    web(tmp_path / "b", Hub(), monkeypatch, tokens=300, val_tokens=10 ** 6)
-    assert bins(tmp_path / "b") == bins(tmp_path / "straight")
-    assert (tmp_path / "b" / "meta.json").read_text() == (tmp_path / "straight" / "meta.json").read_text()
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["meta.json", "train.bin", "val.bin"]
-
-
-def test_bounds_hold_for_a_first_document_that_fills_them(tmp_path):
-    meta = data.prepare(lambda start: iter([("a", b"x" * 500), ("b", b"y" * 500)]), tmp_path, tokens=100, val_tokens=5)
-    assert meta["train_tokens"] <= 100 and meta["val_tokens"] <= 5 and [len(b) // 2 for b in bins(tmp_path)] == [meta["train_tokens"], meta["val_tokens"]]
-    meta = data.prepare(lambda start: iter([("a", b"x" * 500)]), tmp_path)     # one document: 90/10
-    assert (meta["train_tokens"], meta["val_tokens"]) == (451, 50)
-    names = [n for n in map(str, range(50)) if not data.is_val(n)][:3]         # none of them is held out
-    meta = data.prepare(lambda start: ((n, n.encode() * 400) for n in names), tmp_path)
-    train, val = (np.frombuffer(raw, np.uint16) for raw in bins(tmp_path))
-    assert meta["documents"] == 3 and len(val) == (len(train) + len(val)) // 10
-    assert bytes(np.concatenate((train, val)).astype(np.uint8)) == b"".join(n.encode() * 400 + b"\0" for n in names)
-    held = next(n for n in map(str, range(50)) if data.is_val(n))
-    meta = data.prepare(lambda start: iter([(held, b"z" * 99)]), tmp_path)      # the only one is held out
-    assert (meta["train_tokens"], meta["val_tokens"]) == (90, 10)
-
-
-def test_openwebtext_refuses_what_it_cannot_continue(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="network is down"):
-        web(tmp_path, Hub(fail_at=100), monkeypatch)
-    before = (tmp_path / "train.bin.partial").read_bytes()
-    for how in ({"tokens": 10000}, {"val_tokens": 10}, {"encoding": "gpt2"} if os.environ.get("TIKTOKEN_CACHE_DIR") else {"share": 10}):
-        with pytest.raises(ValueError, match="other settings"):
-            web(tmp_path, Hub(), monkeypatch, **how)
-    with pytest.raises(ValueError, match="no longer what it was"):
-        web(tmp_path, Hub(change="a new "), monkeypatch)
-    assert (tmp_path / "train.bin.partial").read_bytes() == before
+        real(partial, path)
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(data.os, "replace", replace)
+        web(tmp_path / "b", Hub(), patch)
+    assert set(names(tmp_path / "b")) <= {"meta.json", "val.bin"}
+    web(tmp_path / "b", Hub(), monkeypatch)
+    assert names(tmp_path / "b") == WHOLE
+    assert len(bins(tmp_path / "b")[0]) == 20000
 
 
 def test_openwebtext_with_a_loading_script_and_without_datasets_or_network(tmp_path, monkeypatch):
-    web(tmp_path / "a", hub := Hub(script=True), monkeypatch)
+    hub = Hub(script=True)
+    web(tmp_path / "a", hub, monkeypatch)
     assert hub.revisions == [None, "refs/convert/parquet"]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):
-        next(data.openwebtext_documents(0))
-    (tmp_path / "datasets.py").write_text("def load_dataset(*a, **kw): raise ConnectionError('no route\\nto host')")
-    refused(cli(HERE / "data.py", "openwebtext", "--encoding", "bytes", cwd=tmp_path, PYTHONPATH=str(tmp_path)),
-            "Skylion007/openwebtext cannot be read", "no route", "--repo", "stdlib")
-    refused(cli(HERE / "data.py", "openwebtext", "--tokens", "0", cwd=tmp_path), "--tokens")
-    refused(cli(HERE / "data.py", "openwebtext", cwd=tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9",
-                https_proxy="http://127.0.0.1:9", PYTHONPATH=str(tmp_path)), "gpt2", "TIKTOKEN_CACHE_DIR")
-    assert not list(tmp_path.glob("data/**/*.bin*"))
+        next(data.openwebtext_documents("owt"))
+
+    (tmp_path / "datasets.py").write_text(
+        "def load_dataset(*args, **how): raise ConnectionError('no route\\nto host')")
+    env = {"PYTHONPATH": str(tmp_path)}
+    result = data_py(tmp_path, "openwebtext", "--encoding", "bytes", **env)
+    refused(result, "Skylion007/openwebtext cannot be read", "no route", "--repo", "stdlib")
+    for flag, value in (("--tokens", "0"), ("--tokens", "nan"), ("--val_tokens", "-3"), ("--tokens", "many")):
+        refused(data_py(tmp_path, "openwebtext", flag, value), flag)
+    env["TIKTOKEN_CACHE_DIR"] = str(tmp_path / "empty")
+    refused(data_py(tmp_path, "openwebtext", **env, **NO_NETWORK), "gpt2", "TIKTOKEN_CACHE_DIR")
+    assert not list(tmp_path.glob("data/*"))
 
 
 def test_gpt2_batches_over_threads_equal_one_document_at_a_time(tmp_path, monkeypatch):
-    tiktoken = pytest.importorskip("tiktoken")
-    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
-        pytest.skip("the GPT-2 vocabulary: set TIKTOKEN_CACHE_DIR")
-    web(tmp_path, Hub(), monkeypatch, "gpt2", tokens=10 ** 6, val_tokens=10 ** 6)
-    enc = tiktoken.get_encoding("gpt2")
-    for split, raw in zip(("train", "val"), bins(tmp_path)):
-        expected = [i for row in Hub() if data.is_val(row["text"], 20) == (split == "val") for i in enc.encode_ordinary(row["text"]) + [50256]]
-        assert np.frombuffer(raw, np.uint16).tolist() == expected
+    gpt2_or_skip()
+    web(tmp_path / "a", Hub(), monkeypatch, "gpt2", tokens=10 ** 6)
+    enc = data.encoding("gpt2")
+    expected = []
+    for raw in hub_sides()[0]:
+        expected += enc.encode_ordinary(raw.decode()) + [50256]
+    assert bins(tmp_path / "a")[0].tolist() == expected
+
+
+def test_bounds_hold_for_a_first_document_that_fills_them(tmp_path):
+    meta = prepare([("a", b"x" * 500), ("b", b"y" * 500)], tmp_path, tokens=100, val_tokens=5)
+    assert [len(ids) for ids in bins(tmp_path)] == [meta["train_tokens"], meta["val_tokens"]]
+    assert 0 < meta["train_tokens"] <= 100
+    assert 0 < meta["val_tokens"] <= 5
+
+
+def test_text_all_on_one_side_is_split_by_tokens(tmp_path):
+    meta = prepare([("a", b"x" * 500)], tmp_path)
+    assert (meta["train_tokens"], meta["val_tokens"]) == (451, 50)
+    held = next(n for n in map(str, range(50)) if data.is_val(n))
+    trained = [n for n in map(str, range(50)) if not data.is_val(n)][:3]
+
+    documents = [(n, n.encode() * 400) for n in trained]                   # none is held out
+    meta = prepare(documents, tmp_path)
+    train_ids, val_ids = bins(tmp_path)
+    everything = np.concatenate((train_ids, val_ids))
+    assert meta["documents"] == 3
+    assert len(val_ids) == len(everything) // 10
+    assert documents_of(everything) == [raw for _, raw in documents]
+
+    only_held_out = [(held, b"z" * 99)]
+    only_a_copy = [(trained[0], b"z" * 99), (held, b"z" * 99)]
+    for documents in (only_held_out, only_a_copy):
+        meta = prepare(documents, tmp_path)
+        assert (meta["train_tokens"], meta["val_tokens"]) == (90, 10)
+    for documents in ([], [("a", b"")]):
+        with pytest.raises(ValueError, match="needs more text"):
+            prepare(documents, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def letters(n, seed):
+    return np.random.default_rng(seed).integers(97, 123, n).astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("looked_for", [2 ** 18, 500])                     # all shingles; a sample of them
+def test_held_out_copies_of_training_text_are_dropped(tmp_path, monkeypatch, looked_for):
+    monkeypatch.setattr(data, "LOOKED_FOR", looked_for)
+    numbers = [str(n) for n in range(400)]
+    trained = [n for n in numbers if not data.is_val(n)][:20]
+    held = [n for n in numbers if data.is_val(n)][:5]
+    licence = letters(3000, 1000)
+    training = [(n, letters(2000, int(n)) + licence) for n in trained]
+    own = letters(1000, 1001) + licence[:600]                              # most of it is its own
+    tail = letters(1000, 1002) + licence[-1500:]                           # mostly the licence's tail
+    edited = licence[:1500] + b"EDITED" + licence[1500:]
+    held_out = list(zip(held, [own, tail, licence, edited, b"short"]))
+    meta = prepare(training[:5] + held_out + training[5:], tmp_path)       # copies of later text as well
+    train_ids, val_ids = bins(tmp_path)
+    assert documents_of(train_ids) == [raw for _, raw in training]
+    assert documents_of(val_ids) == [own, b"short"]
+    assert meta["left_out"] == {"empty": 0, "copies": 3}
+    assert meta["documents"] == 25
+
+
+def test_a_copy_is_found_wherever_it_lies():
+    """Training text is read in pieces of 2^18 ids; a shingle may lie across two."""
+    train_ids = np.frombuffer(letters(2 ** 18 + 4000, 0), np.uint8)
+    spots = [0, *range(2 ** 18 - 40, 2 ** 18 + 5), len(train_ids) - 32]
+    documents = [train_ids[at:at + 32] for at in spots]
+    assert data.without_copies(documents, train_ids) == []
+    assert len(data.without_copies(documents, train_ids[:31])) == len(documents)
+    assert data.without_copies([], train_ids) == []
 
 
 def test_gpt2_encoding_and_the_missing_network(tmp_path):
     pytest.importorskip("tiktoken")
-    (tmp_path / "t.txt").write_text("a<|endoftext|>b " * 50)
-    result = cli(HERE / "data.py", "t.txt", "--encoding", "gpt2", "--name", "x", cwd=tmp_path,
-                 TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
+    text = "a<|endoftext|>b " * 50
+    (tmp_path / "t.txt").write_text(text)
+    command = ["t.txt", "--encoding", "gpt2", "--name", "x"]
+    result = data_py(tmp_path, *command, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **NO_NETWORK)
     refused(result, "gpt2", "TIKTOKEN_CACHE_DIR", "--encoding bytes")
-    assert not list((tmp_path / "data").rglob("*.bin*")) if (tmp_path / "data").exists() else True
-    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
-        pytest.skip("the GPT-2 vocabulary itself: set TIKTOKEN_CACHE_DIR")
-    assert cli(HERE / "data.py", "t.txt", "--encoding", "gpt2", "--name", "x", cwd=tmp_path).returncode == 0
-    tokens = np.concatenate([np.fromfile(tmp_path / f"data/x/{s}.bin", np.uint16) for s in ("train", "val")])
-    assert (tokens == 50256).sum() == 1 and tokens[-1] == 50256            # once, at the end; not from the characters inside
-    assert data.encoding("gpt2").decode(tokens[:-1].tolist()) == "a<|endoftext|>b " * 50
-    assert data.vocabulary(tmp_path / "data/x") == 50257
+    assert not list(tmp_path.glob("data/*"))
+    gpt2_or_skip()
+    assert data_py(tmp_path, *command).returncode == 0
+    *tokens, end = np.concatenate(bins(tmp_path / "data/x")).tolist()
+    assert end == 50256
+    assert 50256 not in tokens                                             # not from the characters inside
+    assert data.encoding("gpt2").decode(tokens) == text
+    assert data.describe(tmp_path / "data/x") == ("gpt2", 50257)
 
 
 def test_prepare_text_folders_and_jsonl(tmp_path):
-    pytest.importorskip("tiktoken")
-    (tmp_path / "in" / "sub").mkdir(parents=True)
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    texts = [f"document {i}" for i in range(80)]
     for i in range(40):
-        (tmp_path / "in" / "sub" / f"{i}.txt").write_text(f"document {i} ")
-    (tmp_path / "in" / "lines.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(40)))
-    (tmp_path / "in" / "image.png").write_bytes(b"no text")
-    result = cli(HERE / "data.py", "in", cwd=tmp_path)
-    assert result.returncode == 0 and "80 documents" in result.stdout
-    train_tokens, val_tokens = (np.fromfile(tmp_path / f"data/in/{s}.bin", np.uint16) for s in ("train", "val"))
-    docs = [bytes(d.astype(np.uint8)).decode() for t in (train_tokens, val_tokens) for d in np.split(t, np.flatnonzero(t == 256) + 1)]
-    assert sorted(d[:-1] for d in docs if d) == sorted([f"document {i} " for i in range(40)] + [f"line {i}" for i in range(40)])
+        suffix = ".TXT" if i % 2 else ".txt"
+        (folder / "sub" / f"{i}{suffix}").write_text(texts[i])
+    lines = [json.dumps({"text": text}) for text in texts[40:]]
+    lines += ["", '{"text": null}', '{"text": ""}', "  ", '{"text": "lone \\ud800 surrogate"}']
+    (folder / "lines.JSONL").write_text("\n".join(lines) + "\n")
+    (folder / "image.png").write_bytes(b"no text")
+    (folder / "packed.txt").write_bytes(b"\x1f\x8b packed")
+    (folder / "binary.py").write_bytes(b"a\0b")
+
+    result = data_py(tmp_path, "in")
+    assert result.returncode == 0
+    assert "81 documents" in result.stdout
+    assert "left out 7 files or lines without text" in result.stdout
+    train_ids, val_ids = bins(tmp_path / "data/in")
+    found = documents_of(train_ids) + documents_of(val_ids)
+    assert sorted(found) == sorted(text.encode() for text in texts + ["lone ? surrogate"])
     meta = json.loads((tmp_path / "data/in/meta.json").read_text())
-    assert (meta["train_tokens"], meta["val_tokens"]) == (len(train_tokens), len(val_tokens)) and meta["vocab_size"] == 257
-    before = (tmp_path / "data/in/train.bin").read_bytes()
-    (tmp_path / "in" / "lines.jsonl").write_text('{"text": "fine"}\n{"title": 1}\n')
-    refused(cli(HERE / "data.py", "in", cwd=tmp_path), "lines.jsonl, line 2")
-    assert (tmp_path / "data/in/train.bin").read_bytes() == before and len(list((tmp_path / "data/in").iterdir())) == 3
-    refused(cli(HERE / "data.py", "nothing-here", cwd=tmp_path), "nothing-here")
+    assert (meta["train_tokens"], meta["val_tokens"]) == (len(train_ids), len(val_ids))
+    assert data.describe(tmp_path / "data/in") == ("bytes", 257)
+
+
+def test_bad_text_changes_nothing(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "fine"}\n' * 30)
+    assert data_py(tmp_path, "lines.jsonl").returncode == 0
+    before = bins(tmp_path / "data/lines")[0]
+    for line in ('{"title": 1}', '{"text": 5}', "[1]", "{", '"text"', "null", "[" * 10 ** 5):
+        path.write_text('{"text": "fine"}\n' + line + "\n")
+        with pytest.raises(ValueError, match="lines.jsonl, line 2"):
+            list(data.file_documents([path]))
+    refused(data_py(tmp_path, "lines.jsonl"), "lines.jsonl, line 2")
     (tmp_path / "empty.txt").write_text("")
-    refused(cli(HERE / "data.py", "empty.txt", cwd=tmp_path), "empty.txt")
-    refused(cli(HERE / "data.py", "in", "--encoding", "klingon", cwd=tmp_path), "klingon")
-    refused(cli(HERE / "data.py", cwd=tmp_path), "paths", "--help")
+    refused(data_py(tmp_path, "empty.txt"), "empty.txt")
+    refused(data_py(tmp_path, "nothing-here"), "nothing-here")
+    refused(data_py(tmp_path, "lines.jsonl", "--encoding", "klingon"), "klingon")
+    refused(data_py(tmp_path), "paths", "--help")
+    assert names(tmp_path / "data") == ["lines"]
+    assert names(tmp_path / "data/lines") == WHOLE
+    assert (bins(tmp_path / "data/lines")[0] == before).all()
+
+
+def test_compressed_and_binary_files_are_refused_when_named(tmp_path):
+    text = b"".join(b"line %d of some text\n" % i for i in range(3000))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("a.txt", text)
+    files = {
+        "a.txt.gz": gzip.compress(text),
+        "b.txt": gzip.compress(text),
+        "c.jsonl": gzip.compress(text),
+        "d.xz": lzma.compress(text),
+        "e.bz2": bz2.compress(text, 1),
+        "f.zst": b"\x28\xb5\x2f\xfd" + text,
+        "g.parquet": b"PAR1" + text + b"PAR1",
+        "h.txt": text + b"\0",
+        "i.txt": text.decode().encode("utf-16"),
+    }
+    for name, raw in files.items():
+        (tmp_path / name).write_bytes(raw)
+    for name in ["a.zip", *files]:
+        with pytest.raises(ValueError, match=f"{name} is compressed or binary"):
+            list(data.file_documents([tmp_path / name]))
+    assert [raw for _, raw in data.file_documents([tmp_path])] == [b""] * 10
+    refused(data_py(tmp_path, "a.txt.gz"), "a.txt.gz is compressed")
+    assert not list(tmp_path.glob("data/*"))
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Files and folders whose names are much alike, with different text."""
+    paths = "corp.v1/a.txt corp.v2/a.txt deep/corp.v1/a.txt notes.txt notes.md log.1 log.2"
+    for i, path in enumerate(paths.split()):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(" ".join(str(i * j) for j in range(200)))
+    return tmp_path
+
+
+def test_two_sources_never_write_over_one_another(sources):
+    for path in ("corp.v1", "corp.v2", "notes.txt", "log.1", "log.2", "./corp.v1/"):      # again is allowed
+        assert data_py(sources, path).returncode == 0
+    assert names(sources / "data") == ["corp.v1", "corp.v2", "log.1", "log.2", "notes"]
+    before = {path: path.read_bytes() for path in sources.glob("data/*/*")}
+    for argv in (["deep/corp.v1"], ["notes.md"], ["corp.v1", "corp.v2"], ["log.1", "--name", "corp.v1"]):
+        refused(data_py(sources, *argv), "--name", "holds")
+    assert {path: path.read_bytes() for path in sources.glob("data/*/*")} == before
+    foreign = sources / "data/foreign"                                     # nanoGPT's own files
+    foreign.mkdir()
+    np.arange(9, dtype=np.uint16).tofile(foreign / "train.bin")
+    refused(data_py(sources, "notes.txt", "--name", "foreign"), "unknown source", "--name")
+    assert names(foreign) == ["train.bin"]
+
+
+def test_every_data_set_has_a_folder_of_its_own(sources, monkeypatch):
+    monkeypatch.chdir(sources)
+    assert data.folder_for("corp.v1/a.txt", None) == Path("data/a")
+    assert data.folder_for("corp.v1", "x.y") == Path("data/x.y")
+    assert data.folder_for(".", None) == Path("data") / sources.name
+    (sources / "mine.txt").symlink_to("notes.txt")
+    assert data.folder_for("mine.txt", None) == Path("data/mine")
+    for path, name in ((".", "."), (".", ".."), (".", "a/b"), (".", "/abs"), ("/", None)):
+        with pytest.raises(ValueError, match="--name"):
+            data.folder_for(path, name)
+    assert data_py(sources / "corp.v1", ".").returncode == 0
+    assert names(sources / "corp.v1/data") == ["corp.v1"]
+    refused(data_py(sources, "notes.txt", "--name", ".."), "--name")
 
 
 def test_one_document_is_split_and_tiktoken_is_not_needed_for_bytes(tmp_path):
-    (tmp_path / "one.txt").write_bytes(bytes(range(200)) * 5)
-    code = "import sys; sys.modules['tiktoken'] = None; sys.argv = ['data.py', 'one.txt']; import data; data.main()"
-    assert cli("-c", code, cwd=tmp_path).returncode == 0
-    sizes = [(tmp_path / f"data/one/{s}.bin").stat().st_size // 2 for s in ("train", "val")]
-    assert sizes == [901, 100]
+    (tmp_path / "one.txt").write_bytes(bytes(range(1, 201)) * 5)
+    code = "import sys; sys.modules['tiktoken'] = None; import data; data.main()"
+    assert cli("-c", code, "one.txt", cwd=tmp_path).returncode == 0
+    assert [len(ids) for ids in bins(tmp_path / "data/one")] == [901, 100]
+
+
+def test_stdlib_corpus_is_made_once_by_two_processes(tmp_path):
+    code = "import data; [data.load(data.find('stdlib'), split, 9) for split in ('train', 'val')]"
+    run = [sys.executable, "-c", code]
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    both = [subprocess.Popen(run, cwd=tmp_path, env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    outputs = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(map(bool, outputs)) == [False, True]                     # one made it, the other waited
+    folder = tmp_path / "data/stdlib"
+    assert names(folder) == WHOLE
+
+    documents = dict(data.stdlib_documents())
+    held = [name for name in documents if data.is_val(name)]
+    train_ids, val_ids = bins(folder)
+    assert documents_of(train_ids) == [documents[name] for name in documents if name not in held]
+    kept = documents_of(val_ids)
+    assert [raw for raw in map(documents.get, held) if raw in kept] == kept
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["left_out"]["copies"] == len(held) - len(kept)
+    assert len(held) / 2 < len(kept) < len(held)
 
 
 def test_stdlib_corpus_is_held_out_by_name():
-    names = [n for n, _ in data.stdlib_documents()]
-    assert len(names) > 300 and not any("/test/" in f"/{n}" or "/tests/" in n for n in names)
-    assert 0.04 < sum(map(data.is_val, names)) / len(names) < 0.2 and names == sorted(names, key=lambda n: Path(n))
+    files = [name for name, _ in data.stdlib_documents()]
+    assert len(files) > 300
+    assert files == sorted(files, key=Path)
+    assert not any("/test/" in f"/{name}" or "/tests/" in name for name in files)
+    assert 0.04 < sum(map(data.is_val, files)) / len(files) < 0.2
 
 
 def test_batches_are_a_pure_function(corpus):
     tokens = data.load(corpus, "train", 33)
-    draw = lambda *a, **kw: data.batch(tokens, *a, **{"batch_size": 8, "block_size": 32} | kw)
+
+    def draw(*which):
+        return data.batch(tokens, *which, batch_size=8, block_size=32)
     x, y = draw(3, 7)
-    assert x.shape == y.shape == (8, 32) and x.dtype == np.int64 and (x[:, 1:] == y[:, :-1]).all()
-    np.random.seed(0), torch.manual_seed(0)
+    assert x.shape == y.shape == (8, 32)
+    assert x.dtype == np.int64
+    assert (x[:, 1:] == y[:, :-1]).all()
+    np.random.seed(0)
+    torch.manual_seed(0)
     assert (draw(3, 7)[0] == x).all()
-    digest = {hashlib.sha256(draw(step, seed, rank, 2)[0].tobytes()).hexdigest() for step in range(5) for seed in (0, 1) for rank in (0, 1)}
-    assert len(digest) == 20                                               # every step, seed and rank reads something else
-    shares = [draw(3, 7, rank, 2)[0] for rank in (0, 1)]
-    assert (np.stack(shares, 1).reshape(8, 32) == x).all()                 # two ranks together read what one would
-    short = np.arange(33, dtype=np.uint16)
-    x, y = data.batch(short, 0, 0, batch_size=4, block_size=32)
-    assert (x == np.arange(32)).all() and (y[:, -1] == 32).all()           # the last token is reached, as a target
+    cases = itertools.product(range(5), (0, 1), (0, 1))                    # iterations, seeds, ranks
+    digests = {hashlib.sha256(draw(*case, 2)[0].tobytes()).hexdigest() for case in cases}
+    assert len(digests) == 20                                              # each reads something else
+    parts = [draw(3, 7, rank, 2)[0] for rank in (0, 1)]
+    assert (np.stack(parts, 1).reshape(8, 32) == x).all()                  # two ranks read what one would
+    x, y = data.batch(np.arange(33, dtype=np.uint16), 0, 0, batch_size=4, block_size=32)
+    assert (x == np.arange(32)).all()
+    assert (y[:, -1] == 32).all()                                          # the last token is a target
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use from /proc")
+def test_batches_do_not_add_up_in_memory(tmp_path):
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.truncate(2 ** 31)                                             # sparse
+    tokens = data.load(tmp_path, "train", 1025)
+
+    def megabytes():
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
+    before = megabytes()
+    for i in range(200):
+        data.batch(tokens, i, 0, batch_size=16, block_size=1024)
+    assert megabytes() - before < 60
 
 
 def test_loading_refuses_what_it_cannot_use(tmp_path):
-    for content, word in ((None, "missing"), (b"", "empty"), (b"abc", "odd"), (bytes(64), "32 tokens, needs at least 33")):
+    path = tmp_path / "val.bin"
+    wrong = {"missing": None, "empty": b"", "odd": b"abc", "32 tokens, needs at least 33": bytes(64)}
+    for words, content in wrong.items():
         if content is not None:
-            (tmp_path / "val.bin").write_bytes(content)
-        with pytest.raises(ValueError, match=word):
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
             data.load(tmp_path, "val", 33)
-    np.arange(33, dtype=np.uint16).tofile(tmp_path / "val.bin")
-    assert len(data.load(tmp_path, "val", 33)) == 33 and data.vocabulary(tmp_path) == 50257
-    (tmp_path / "meta.json").write_text("{")
-    with pytest.raises(ValueError, match="meta.json"):
-        data.vocabulary(tmp_path)
+    np.arange(33, dtype=np.uint16).tofile(path)
+    assert len(data.load(tmp_path, "val", 33, vocab_size=33)) == 33
+    with pytest.raises(ValueError, match="val.bin holds a token id 32"):
+        data.load(tmp_path, "val", 33, vocab_size=32)
+    for bad in ("{", "[]", "{}", '{"vocab_size": "x"}', '{"vocab_size": 0}', '{"vocab_size": null}'):
+        (tmp_path / "meta.json").write_text(bad)
+        with pytest.raises(ValueError, match="meta.json"):
+            data.describe(tmp_path)
+
+
+def test_without_a_note_the_highest_id_is_read(tmp_path):
+    with pytest.raises(ValueError, match="train.bin is missing"):
+        data.describe(tmp_path)
+    np.array([5, 50256, 7], np.uint16).tofile(tmp_path / "val.bin")
+    assert data.describe(tmp_path) == ("unknown", 50257)                   # nanoGPT's GPT-2 folders
+    np.array([5, 50303], np.uint16).tofile(tmp_path / "train.bin")
+    assert data.describe(tmp_path) == ("unknown", 50304)
+
+
+def character_set(folder, text):
+    """What nanoGPT's prepare.py writes for a text."""
+    folder.mkdir()
+    letters = sorted(set(text))
+    itos = dict(enumerate(letters))
+    note = {"vocab_size": len(letters), "itos": itos, "stoi": {letter: i for i, letter in itos.items()}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(note))
+    for split in ("train", "val"):
+        np.zeros(9, np.uint16).tofile(folder / f"{split}.bin")
+    return folder
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_character_sets_of_nanogpt(tmp_path, monkeypatch):
+    a = character_set(tmp_path / "a", "hello wörld")
+    b = character_set(tmp_path / "b", "hello wÖrld")
+    name, size = data.describe(a)
+    other, other_size = data.describe(b)
+    assert size == other_size == 9
+    assert name != other
+    assert name.startswith("characters:")
+    assert data.describe(character_set(tmp_path / "c", "wörld hello")) == (name, size)
+    assert "".join(data.characters(a)) == " dehlorwö"
+    data.check_encoding(a, name, size)
+    with pytest.raises(ValueError, match=f"{other}.*{name}"):
+        data.check_encoding(b, name, size)
+
+    monkeypatch.chdir(tmp_path)
+    wrong = [[1], {"vocab_size": 5}, Evil()]
+    wrong += [{"itos": itos} for itos in ({}, {1: "a"}, {0: 5}, Evil())]
+    for bad in [b"", b"nothing", *map(pickle.dumps, wrong)]:
+        (a / "meta.pkl").write_bytes(bad)
+        with pytest.raises(ValueError, match="meta.pkl is not"):
+            data.describe(a)
+    assert not Path("ran").exists()
+
+
+def test_another_encoding_is_refused(tmp_path, corpus):
+    data.check_encoding(corpus, "bytes", 257)
+    for other in ("gpt2", "gpt2:8192", "characters:01234567"):
+        with pytest.raises(ValueError, match=f"bytes.*{other}"):
+            data.check_encoding(corpus, other)
+
+
+def test_an_unknown_encoding_is_refused_where_the_sizes_tell(tmp_path, corpus):
+    np.array([0, 50256], np.uint16).tofile(tmp_path / "train.bin")         # nanoGPT's GPT-2 text: no note
+    data.check_encoding(tmp_path, "gpt2", 50257)
+    data.check_encoding(tmp_path, "unknown", 50257)
+    data.check_encoding(corpus, "unknown", 96)
+    data.check_encoding(corpus, "unknown")                                 # no size to compare
+    for encoding, size in (("bytes", 257), ("unknown", 65)):
+        with pytest.raises(ValueError, match=f"unknown.*{encoding}"):
+            data.check_encoding(tmp_path, encoding, size)
+    with pytest.raises(ValueError, match="bytes.*unknown"):                # and the other way round
+        data.check_encoding(corpus, "unknown", 50257)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
