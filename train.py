@@ -28,46 +28,34 @@ from transport import SCHEMES
 
 try:
     import fcntl
-except ImportError:          # Windows: nothing keeps two runs out of one folder there
+except ImportError:          # on Windows nothing keeps two runs out of one folder
     fcntl = None
 
 PRESETS = {
-    "tiny": dict(
-        n_layer=4, n_head=2, n_embd=128, data="stdlib", block_size=256, batch_size=16, max_iters=1200,
-        learning_rate=3e-3, min_lr=3e-4, warmup_iters=50),
-    "small": dict(
-        n_layer=8, n_head=6, n_embd=384, data="stdlib", block_size=512, batch_size=32, max_iters=2000,
-        learning_rate=1e-3, min_lr=1e-4, warmup_iters=100),
-    "paper": dict(
-        n_layer=16, n_head=12, n_embd=768, data="openwebtext", block_size=512, batch_size=64,
-        gradient_accumulation_steps=16, max_tokens=3e9, eval_iters=100,
-        learning_rate=6e-4, min_lr=6e-5, warmup_iters=500),
+    "tiny": dict(n_layer=4, n_head=2, n_embd=128, data="stdlib", block_size=256, batch_size=16, max_iters=1200,
+                 learning_rate=3e-3, min_lr=3e-4, warmup_iters=50),
+    "small": dict(n_layer=8, n_head=6, n_embd=384, data="stdlib", block_size=512, batch_size=32, max_iters=2000,
+                  learning_rate=1e-3, min_lr=1e-4, warmup_iters=100),
+    "paper": dict(n_layer=16, n_head=12, n_embd=768, data="openwebtext", block_size=512, batch_size=64,
+                  gradient_accumulation_steps=16, max_tokens=3e9, eval_iters=100, learning_rate=6e-4, min_lr=6e-5,
+                  warmup_iters=500),
 }
-
-# Peak in TFLOP/s: bfloat16, dense, accumulated in float32, from the data sheets. The key is the whole name that
-# torch.cuda.get_device_name gives, less "NVIDIA ": a device of another name (a laptop's, a slice) shows no MFU.
+# Peak TFLOP/s in bfloat16, dense, from the data sheets. The key is the whole name that torch.cuda.get_device_name gives,
+# less "NVIDIA ", so that a device with another name (a laptop's, a slice of one) shows no MFU rather than a wrong one.
 PEAK_TFLOPS = {
-    "B200": 2250, "H200": 989, "H200 NVL": 835, "GH200 480GB": 989,
-    "H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835, "H800": 989, "H800 PCIe": 756,
+    "B200": 2250, "GH200 480GB": 989, "H200": 989, "H200 NVL": 835, "H800": 989, "H800 PCIe": 756,
+    "H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835, "L40S": 362, "L40": 181, "L4": 121,
     "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312, "A100-PCIE-40GB": 312, "A100 80GB PCIe": 312,
-    "A800-SXM4-80GB": 312, "A800 80GB PCIe": 312, "L40S": 362, "L40": 181, "L4": 121,
-    "GeForce RTX 4090": 165, "GeForce RTX 3090": 71,
+    "A800-SXM4-80GB": 312, "A800 80GB PCIe": 312, "GeForce RTX 4090": 165, "GeForce RTX 3090": 71,
 }
-
-EVAL_SEED = 2 ** 32 - 1      # validation batches are the same for every run, whatever its seed and its micro-batches
-EVAL_BATCH = 16
+EVAL_SEED, EVAL_BATCH = 2 ** 32 - 1, 16      # validation is the same for every run, whatever its seed and micro-batches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
 
-def option(default, text, low=None, below=None):
-    """A field of TrainConfig with its help and, for numbers, the range it must be in."""
-    return field(default=default, metadata={"help": text, "low": low, "below": below})
-
-
-def size(default, text):
-    return option(default, text, low=1, below=2 ** 62)
+def option(default, text):
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -75,108 +63,95 @@ class TrainConfig:
     preset: str = option("auto", "tiny, small or paper; auto is paper on CUDA with OpenWebText prepared, else tiny")
     data: str = option("stdlib", "data set: a name under data/, or a folder with train.bin and val.bin")
     out_dir: str = option("", "where the checkpoint and the log go (empty: out/PRESET-POS, or out/PRESET-POS-seedN)")
-    block_size: int = size(256, "training context in tokens; nothing in the model is sized by it")
-    batch_size: int = size(32, "sequences per micro-batch")
-    gradient_accumulation_steps: int = size(1, "micro-batches per iter, over all processes")
-    max_iters: int = size(1000, "iters in all")
-    max_tokens: float = option(0, "tokens to train on in all, in place of max_iters (0: as max_iters says)", 0, 1e18)
-    learning_rate: float = option(2e-3, "peak of the cosine schedule", 0, math.inf)
-    min_lr: float = option(2e-4, "its end", 0, math.inf)
-    warmup_iters: int = option(50, "iters of linear warm-up", 0, 2 ** 62)
-    weight_decay: float = option(0.1, "on matrices, but not on positional parameters", 0, math.inf)
-    beta1: float = option(0.9, "AdamW", 0, 1)
-    beta2: float = option(0.95, "AdamW", 0, 1)
-    grad_clip: float = option(1.0, "largest gradient norm (0: no clipping)", 0, math.inf)
-    eval_interval: int = option(250, "iters between validations and saves (0: only at the end)", 0, 2 ** 62)
-    eval_iters: int = size(20, f"validation batches of {EVAL_BATCH} sequences")
-    log_interval: int = size(10, "iters between log lines")
-    seed: int = option(1, "of initial weights, of random angle tables and of the order of the data", 0, 2 ** 63)
+    block_size: int = option(256, "training context in tokens; nothing in the model is sized by it")
+    batch_size: int = option(32, "sequences per micro-batch")
+    gradient_accumulation_steps: int = option(1, "micro-batches per iter, over all processes")
+    max_iters: int = option(1000, "iters in all")
+    max_tokens: float = option(0, "tokens to train on in all, in place of max_iters (0: as max_iters says)")
+    learning_rate: float = option(2e-3, "peak of the cosine schedule")
+    min_lr: float = option(2e-4, "its end")
+    warmup_iters: int = option(50, "iters of linear warm-up")
+    weight_decay: float = option(0.1, "on matrices, but not on positional parameters")
+    beta1: float = option(0.9, "AdamW")
+    beta2: float = option(0.95, "AdamW")
+    grad_clip: float = option(1.0, "largest gradient norm (0: no clipping)")
+    eval_interval: int = option(250, "iters between validations and saves (0: only at the end)")
+    eval_iters: int = option(20, f"validation batches of {EVAL_BATCH} sequences")
+    log_interval: int = option(10, "iters between log lines")
+    seed: int = option(1, "of initial weights, of random angle tables and of the order of the data")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is one")
     dtype: str = option("auto", "bfloat16 (autocast) or float32; auto is bfloat16 where the device is fast at it")
     compile: bool = option(None, "torch.compile; default on CUDA only")
 
     def __post_init__(self):
+        kinds = {str: (str,), int: (int,), float: (float, int), bool: (bool, type(None))}
+        above_zero = ("block_size", "batch_size", "gradient_accumulation_steps", "max_iters", "eval_iters",
+                      "log_interval", "learning_rate")
         for f in fields(self):
-            check_option(f, getattr(self, f.name))
-        if self.learning_rate == 0 or self.min_lr > self.learning_rate:
-            raise ValueError(f"learning_rate must be above 0 and at least min_lr {self.min_lr}, got {self.learning_rate}")
+            value = getattr(self, f.name)
+            if type(value) not in kinds[f.type]:
+                raise ValueError(f"{f.name} must be of type {f.type.__name__}, not {type(value).__name__}")
+            if f.type in (int, float) and not 0 <= value < 2 ** 62:
+                raise ValueError(f"{f.name} must be a number from 0 to 2^62, got {value}")
+            if f.name in above_zero and value == 0:
+                raise ValueError(f"{f.name} must be above 0")
+        if max(self.beta1, self.beta2) >= 1:
+            raise ValueError(f"beta1 and beta2 must be less than 1, got {self.beta1} and {self.beta2}")
+        if self.min_lr > self.learning_rate:
+            raise ValueError(f"min_lr {self.min_lr} is above learning_rate {self.learning_rate}: give both")
         if self.max_tokens:
             tokens_per_iter = self.batch_size * self.gradient_accumulation_steps * self.block_size
             self.max_iters = math.ceil(self.max_tokens / tokens_per_iter)
 
 
-def check_option(f, value):
-    """Raises ValueError unless value is of the field's type (an int will do for a float) and in its range."""
-    if value is None and f.default is None:
-        return
-    kinds = (int, float) if f.type is float else f.type
-    if not isinstance(value, kinds) or (isinstance(value, bool) and f.type is not bool):
-        raise ValueError(f"{f.name} must be of type {f.type.__name__}, not {type(value).__name__}")
-    low, below = f.metadata["low"], f.metadata["below"]
-    if low is not None and not low <= value < below:
-        raise ValueError(f"{f.name} must be at least {low} and less than {below}, got {value}")
-
-
 def parse_args(argv=None):
-    """-> (flags given by hand as a dict, preset, out_dir, resume)."""
-    schemes = "\n".join(f"  {name:<16} {scheme.kind}: {scheme.about}" for name, scheme in SCHEMES.items())
-    parser = data.Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"schemes for --pos (ROTATION, BIAS or ROTATION+BIAS):\n{schemes}")
-    parser.add_argument(
-        "--resume", action="store_true",
-        help="continue the run in --out_dir from its checkpoint; other flags change it from there on, "
-             "but the model and the seed stay")
+    """-> (values of a new run, those of them given by hand, resume)."""
+    schemes = "\n".join(f"  {name:<16} {s.kind}: {s.about}" for name, s in SCHEMES.items())
+    parser = data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         epilog=f"schemes for --pos (ROTATION, BIAS or ROTATION+BIAS):\n{schemes}")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out_dir; flags given by hand hold "
+                        "from there on, but its model and its seed stay")
     for cls in (GPTConfig, TrainConfig):
         group = parser.add_argument_group(cls.__name__)
         for f in fields(cls):
-            text = f"{f.metadata['help']} (default: {f.default})".replace("%", "%%")
-            kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(type=f.type)
-            group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text, **kind)
-
+            kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
+            text = f"{f.metadata['help']} (default: {f.default})"
+            group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **kind)
     given = vars(parser.parse_args(argv))
     resume = given.pop("resume")
     if "max_iters" in given:
         given.setdefault("max_tokens", 0)
-    preset = pick_preset(given.get("preset", "auto"))
-    seed = given.get("seed", TrainConfig.seed)
-    name = f"{preset}-{given.get('pos', GPTConfig.pos)}" + (f"-seed{seed}" if seed != 1 else "")
-    return given, preset, given.get("out_dir") or f"out/{name}", resume
 
-
-def pick_preset(name):
-    if name == "auto":
+    preset = given.get("preset", "auto")
+    if preset == "auto":
         ready = torch.cuda.is_available() and Path("data/openwebtext/train.bin").exists()
-        name, why = "tiny", "no GPU with data/openwebtext prepared; others: --preset small, --preset paper"
-        if ready:
-            name, why = "paper", "OpenWebText is prepared and there is a GPU"
-        print0(f"preset {name}: {why}")
-    if name not in PRESETS:
-        raise ValueError(f"unknown preset {name}: {', '.join(PRESETS)}")
-    return name
+        preset = "paper" if ready else "tiny"
+        print0(f"preset {preset}: data/openwebtext and a GPU are {'there' if ready else 'not there'}; "
+               f"others by --preset {', '.join(PRESETS)}")
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset}: {', '.join(PRESETS)}")
+    values = asdict(TrainConfig()) | {"pos": GPTConfig.pos} | PRESETS[preset] | given | {"preset": preset}
+    seed = "" if values["seed"] == 1 else f"-seed{values['seed']}"
+    values["out_dir"] = values["out_dir"] or f"out/{preset}-{values['pos']}{seed}"
+    return values, given, resume
 
 
-def new_configs(given, preset, out_dir):
-    """-> GPTConfig and TrainConfig of a new run."""
-    values = PRESETS[preset] | given | {"preset": preset, "out_dir": out_dir}
+def configs(values):
+    """-> GPTConfig and TrainConfig with these values."""
     return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in (GPTConfig, TrainConfig)]
 
 
-def resumed_config(given, saved, ckpt):
-    """-> TrainConfig of a run that goes on from the checkpoint's dict `saved`, with the flags given by hand on top."""
-    kinds = {"optimizer": dict, "iter_num": int, "train_config": dict, "vocab_size": int, "encoding": object}
+def resumed_values(saved, given, ckpt):
+    """The values of a checkpoint's run, under those given by hand. Raises ValueError where that cannot be."""
     old = saved.get("train_config")
-    if not all(isinstance(saved.get(name), kind) for name, kind in kinds.items()) \
-            or old.keys() != {f.name for f in fields(TrainConfig)} or "best_val_loss" not in saved:
-        raise ValueError(f"{ckpt} holds a model, but not what --resume needs: choose another --out_dir")
-    TrainConfig(**old)                                       # refuses values that are none
-    fixed = saved["model_config"] | {"seed": old["seed"]}
-    for name, value in given.items():
-        if name in fixed and value != fixed[name]:
-            raise ValueError(f"{ckpt} was trained with {name} {fixed[name]}, not {value}; leave --{name} out, "
+    if not isinstance(old, dict) or old.keys() != {f.name for f in fields(TrainConfig)}:
+        raise ValueError(f"{ckpt} is of another version of train.py: choose another --out_dir")
+    old = saved["model_config"] | old
+    for name in [*saved["model_config"], "seed"]:
+        if given.get(name, old[name]) != old[name]:
+            raise ValueError(f"{ckpt} was trained with {name} {old[name]}, not {given[name]}; leave --{name} out, "
                              "or choose another --out_dir")
-    changes = {name: value for name, value in given.items() if name not in fixed and name != "preset"}
-    return TrainConfig(**old | changes)
+    return old | given
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,16 +160,12 @@ def resumed_config(given, saved, ckpt):
 def pick_device(name):
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if name.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {name}: cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: this machine has no CUDA device, or torch was built without CUDA")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device {name} cannot be used on this machine: {str(e).partition(chr(10))[0]}")
     return name
 
 
@@ -204,7 +175,7 @@ def pick_dtype(name, device):
         raise ValueError(f"unknown dtype {name}: auto, bfloat16 or float32")
     if name != "auto":
         return getattr(torch, name)
-    if torch.device(device).type == "cuda":
+    if "cuda" in device:
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
         checks = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
@@ -219,9 +190,7 @@ def autocast(device, dtype):
 
 def device_name(device):
     """What a run was measured on, in words."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name(device) if "cuda" in device else f"CPU, {torch.get_num_threads()} threads"
 
 
 def can_compile(device):
@@ -242,7 +211,7 @@ def ranks():
 def print0(*words, **how):
     """Print, on one rank only."""
     if ranks()[0] == 0:
-        print(*words, **how)
+        print(*words, **how, flush=True)
 
 
 def join_ranks(device):
@@ -258,7 +227,7 @@ def join_ranks(device):
 
 
 def over_ranks(value):
-    """Sum of a number over all ranks: among the hosts, whatever their devices are doing."""
+    """Sum of a number over all ranks: the hosts agree on it, whatever their devices are doing."""
     if ranks()[1] == 1:
         return value
     total = torch.tensor(value, dtype=torch.float64)
@@ -267,7 +236,7 @@ def over_ranks(value):
 
 
 def leave_ranks(code=0):
-    """Under torchrun, end this rank when all are done, without tearing down gloo's threads: one exit in ten aborts there."""
+    """Under torchrun, end this rank when all are done, without tearing down gloo's threads: one in ten aborts there."""
     if ranks()[1] > 1:
         dist.barrier()
         sys.stdout.flush()
@@ -279,31 +248,27 @@ def leave_ranks(code=0):
 
 def make_optimizer(model, config):
     """Fused AdamW. Weight decay on matrices only, and not on positional parameters: decay would pull angles to zero."""
-    decayed, plain = [], []
+    groups = [{"params": [], "weight_decay": config.weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
-        matrix = parameter.dim() >= 2 and not is_positional(name)
-        (decayed if matrix else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
-    optimizer.found_inf = torch.zeros((), device=model.wte.weight.device)
-    return optimizer
+        plain = parameter.dim() < 2 or is_positional(name)
+        groups[plain]["params"].append(parameter)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
 
 
 def load_moments(optimizer, saved):
-    """Take over AdamW's moments from a checkpoint; its settings stay those of the configuration.
+    """Take AdamW's moments from its saved state_dict; the settings stay those of the configuration.
 
-    Raises ValueError if the moments are not those of these parameters.
+    Raises ValueError where the moments are not those of the optimizer's parameters.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = saved.get("state")
     try:
-        for i, parameter in enumerate(parameters):
-            shapes = [tuple(state[i][name].shape) for name in ("exp_avg", "exp_avg_sq", "step")]
-            if shapes != [parameter.shape, parameter.shape, ()]:
-                raise ValueError
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        state = saved["state"]
+        shapes = [(state[i]["exp_avg"].shape, state[i]["exp_avg_sq"].shape) for i in range(len(parameters))]
+        if shapes != [(p.shape, p.shape) for p in parameters]:
+            raise ValueError("shapes")
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError("the optimizer's state in the checkpoint does not fit its model")
+        raise ValueError("the checkpoint's optimizer state is not that of its model: choose another --out_dir")
 
 
 def learning_rate(iter_num, config):
@@ -323,52 +288,35 @@ def flops_per_token(model, block_size):
 
 
 def mfu(model, block_size, tokens_per_second, name):
-    """Model FLOPs utilisation: the fraction of the bf16 peak that one device of this name uses; None if unknown."""
+    """Model FLOPs utilisation: the fraction used of the bf16 peak of a device of this name; None if that is unknown."""
     peak = PEAK_TFLOPS.get(name.removeprefix("NVIDIA "))
     return tokens_per_second * flops_per_token(model, block_size) / (peak * 1e12) if peak else None
 
 
-def to_device(arrays, device):
-    """int64 arrays -> tensors on the device, copied while it computes."""
-    tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
-    if "cuda" in device:
-        tensors = [t.pin_memory() for t in tensors]
-    return [t.to(device, non_blocking=True) for t in tensors]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# A run
+# A run: set-up, batches, update, validation, log, checkpoint
 
-def open_log(out_dir):
-    """The run's log, for reading and appending; held until this process ends, so that two runs never share a folder.
+def open_log(out):
+    """The log of a run, which belongs to this process as long as it lives: two runs cannot share a folder.
 
-    Raises ValueError if another process holds it.
+    Raises ValueError if another process has it.
     """
     if ranks()[0]:
         return open(os.devnull, "a+b", buffering=0)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    log_file = open(out_dir / "log.jsonl", "a+b", buffering=0)
+    out.mkdir(parents=True, exist_ok=True)
+    log_file = open(out / "log.jsonl", "a+b", buffering=0)
     try:
         if fcntl:
             fcntl.flock(log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"{out_dir} is in use by another training: wait for its end, or choose another --out_dir")
+        raise ValueError(f"another training is running in {out}: wait for its end, or choose another --out_dir")
     except OSError:
-        pass                                                 # a file system without locks
+        pass                                                 # a file system that has no locks
     return log_file
 
 
-def forget_after(log_file, iter_num):
-    """Drop the lines of a log that are from after iter_num, or cannot be read."""
-    log_file.seek(0)
-    lines = log_file.read().split(b"\n")
-    kept = b"".join(line + b"\n" for line in lines if belongs(line, iter_num))
-    if kept != b"\n".join(lines):
-        log_file.truncate(0)
-        log_file.write(kept)
-
-
 def belongs(line, iter_num):
+    """Can this line of a log be read, and is it from no later than iter_num?"""
     try:
         return json.loads(line)["iter_num"] <= iter_num
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -376,126 +324,96 @@ def belongs(line, iter_num):
 
 
 class Run:
-    """A training run. Bad input raises ValueError or OSError here, before anything is written."""
-
     def __init__(self, argv=None):
-        given, preset, out_dir, resume = parse_args(argv)
-        self.out, self.ckpt = Path(out_dir), Path(out_dir) / "ckpt.pt"
-        self.log_file = None
+        """From the command line, or from a checkpoint. Bad input raises ValueError or OSError, with nothing written."""
+        values, given, resume = parse_args(argv)
+        self.out = Path(values["out_dir"])
+        self.ckpt = ckpt = self.out / "ckpt.pt"
+        self.iter_num, self.best_val_loss, self.log_file = 0, None, None
+        if ckpt.exists():
+            if not resume:
+                raise ValueError(f"{ckpt} exists: --resume continues it; choose another --out_dir, or delete it")
+            self.log_file = open_log(self.out)               # from here on no one else changes the checkpoint
         if resume:
-            if self.ckpt.exists():
-                self.log_file = open_log(self.out)           # before the checkpoint is read: it may still be changing
-            self.raw_model, saved = load_model(self.ckpt)
-            self.config = resumed_config(given | {"out_dir": out_dir}, saved, self.ckpt)
-            self.model_config = self.raw_model.config
-        elif self.ckpt.exists():
-            raise ValueError(f"{self.ckpt} exists: --resume continues it; choose another --out_dir, or delete it "
-                             "to start again")
-        else:
-            self.model_config, self.config = new_configs(given, preset, out_dir)
-        self.device, self.rank, self.world_size = self.join()
-        self.open_data(saved if resume else None, given)
+            model, saved = load_model(ckpt)
+            values = resumed_values(saved, given, ckpt) | {"out_dir": values["out_dir"]}
+            self.iter_num, self.best_val_loss = saved["iter_num"], saved["best_val_loss"]
+        self.model_config, self.config = configs(values)
+        self.share_out()
+        self.open_data(saved["encoding"] if resume else None, "vocab_size" in values)
         if not resume:
             torch.manual_seed(self.config.seed)
-            self.raw_model = GPT(self.model_config)
-        self.raw_model.to(self.device).train()
-        self.optimizer = make_optimizer(self.raw_model, self.config)
-        self.iter_num, self.best_val_loss = 0, None
+            model = GPT(self.model_config)
+        self.raw_model = model.to(self.device).train()
+        self.optimizer = make_optimizer(model, self.config)
         if resume:
             load_moments(self.optimizer, saved["optimizer"])
-            self.iter_num, self.best_val_loss = saved["iter_num"], saved["best_val_loss"]
-        self.log_file = self.log_file or open_log(self.out)
-        forget_after(self.log_file, self.iter_num if resume else -1)
         self.wrap_model()
+        self.start_log()
 
-    def join(self):
-        """Join the other ranks. -> device, rank, world size."""
-        config = self.config
-        rank, world_size = ranks()
-        self.sequences = config.batch_size * config.gradient_accumulation_steps   # of an iter, over all ranks
+    def share_out(self):
+        """The sequences of an iter over all ranks; the device of this one."""
+        config, world_size = self.config, ranks()[1]
+        self.sequences = config.batch_size * config.gradient_accumulation_steps
         if self.sequences % world_size:
             raise ValueError(f"{config.batch_size} x {config.gradient_accumulation_steps} sequences per iter cannot be "
                              f"shared by {world_size} ranks")
-        return join_ranks(config.device)
+        self.device, self.rank, self.world_size = join_ranks(config.device)
+        self.dtype = pick_dtype(config.dtype, self.device)
+        self.ctx = autocast(self.device, self.dtype)
 
-    def open_data(self, saved, given):
-        config = self.config
+    def open_data(self, encoding, sized):
+        """encoding: of the text so far, if any; sized: whether the model's vocab_size is settled, else it is the data's."""
         if self.rank == 0:
-            data.find(config.data)                           # one rank prepares the default corpus
-        over_ranks(0)                                        # the others wait for it
-        self.folder = data.find(config.data)
-        self.encoding, self.vocab_size = data.describe(self.folder)
-        if saved:
-            data.check_encoding(self.folder, saved["encoding"])
-        elif "vocab_size" not in given:
+            data.find(self.config.data)                      # one rank prepares the default corpus
+        over_ranks(0)                                        # while the others wait
+        self.folder = folder = data.find(self.config.data)
+        self.encoding, self.vocab_size = data.describe(folder)
+        if encoding:
+            data.check_encoding(folder, encoding)
+        if not sized:
             self.model_config = replace(self.model_config, vocab_size=self.vocab_size)
         if self.model_config.vocab_size < self.vocab_size:
-            raise ValueError(f"{self.folder} has {self.vocab_size:,} token ids, a model with vocab_size "
-                             f"{self.model_config.vocab_size:,} is too small for them: leave --vocab_size out")
+            raise ValueError(f"{folder} has {self.vocab_size:,} token ids, more than vocab_size "
+                             f"{self.model_config.vocab_size:,}: leave --vocab_size out")
         self.train_tokens, self.val_tokens = [
-            data.load(self.folder, split, config.block_size + 1, self.vocab_size) for split in ("train", "val")]
+            data.load(folder, split, self.config.block_size + 1, self.vocab_size) for split in ("train", "val")]
 
     def wrap_model(self):
-        """self.model is raw_model, compiled and over all ranks; self.ctx the context of its forward pass."""
-        config = self.config
-        dtype = pick_dtype(config.dtype, self.device)
+        """self.model: raw_model, compiled and over all ranks."""
         # TF32 for a float32 run; under bfloat16 autocast only the transport multiplies in float32, and needs the bits
-        torch.set_float32_matmul_precision("high" if dtype == torch.float32 else "highest")
-        self.ctx = autocast(self.device, dtype)
-        compiled = "cuda" in self.device if config.compile is None else config.compile
-        compiled = compiled and can_compile(self.device)
-        self.model = torch.compile(self.raw_model) if compiled else self.raw_model
+        torch.set_float32_matmul_precision("high" if self.dtype == torch.float32 else "highest")
+        on_cuda = "cuda" in self.device
+        wanted = on_cuda if self.config.compile is None else self.config.compile
+        self.compiled = wanted and can_compile(self.device)
+        self.model = torch.compile(self.raw_model) if self.compiled else self.raw_model
         if self.world_size > 1:
-            torch._dynamo.config.optimize_ddp = False        # its splitting refuses the checkpointed loss in older releases
-            device_ids = [self.device] if "cuda" in self.device else None
-            self.model = DistributedDataParallel(self.model, device_ids=device_ids)
-        total, positional = self.raw_model.num_params()
-        self.device_name = device_name(self.device)
-        self.log(iter_num=self.iter_num, model_config=asdict(self.model_config), train_config=asdict(config), params=total,
-                 device=self.device_name, dtype=str(dtype)[6:], compile=compiled, torch=torch.__version__)
-        print0(f"{self.model_config.pos}: {self.model_config.n_layer} layers x {self.model_config.n_embd}, "
-               f"{total / 1e6:.2f}M parameters ({positional:,} positional), context {config.block_size}, {self.folder}\n"
-               f"{self.world_size} x {self.device_name}, {str(dtype)[6:]}{', compiled' if compiled else ''}, "
-               f"{self.sequences * config.block_size:,} tokens per iter, {config.max_iters:,} iters -> {self.out}", flush=True)
-        self.latest = torch.zeros(3, device=self.device)     # iter, loss and gradient norm of the latest update
-        self.loss_sum = torch.zeros((), device=self.device)
+            torch._dynamo.config.optimize_ddp = False        # older releases cannot split the checkpointed loss
+            self.model = DistributedDataParallel(self.model, device_ids=[self.device] if on_cuda else None)
+
+    def start_log(self):
+        """From here on, files change. What a log holds from after the checkpoint is dropped, and what cannot be read."""
+        self.log_file = self.log_file or open_log(self.out)
+        self.log_file.seek(0)
+        lines = [line for line in self.log_file if self.iter_num and belongs(line, self.iter_num)]
+        self.log_file.truncate(0)
+        self.log_file.writelines(lines)
+
+        config, total = self.config, self.raw_model.num_params()
+        self.where = device_name(self.device)
+        self.tokens_per_iter = self.sequences * config.block_size
+        how = f"{self.world_size} x {self.where}, {str(self.dtype)[6:]}{', compiled' if self.compiled else ''}"
+        print0(f"{self.model_config.pos}: {total[0]:,} parameters ({total[1]:,} positional), {self.folder} -> {self.out}")
+        print0(f"{how}: {self.iter_num:,} of {config.max_iters:,} iters done, {self.tokens_per_iter:,} tokens each")
+        self.log(iter_num=self.iter_num, model_config=asdict(self.model_config), train_config=asdict(config),
+                 params=total[0], device=self.where, dtype=str(self.dtype)[6:], torch=torch.__version__)
+
+        zero = torch.zeros((), device=self.device)
+        self.loss_sum, self.latest, self.optimizer.found_inf = zero.clone(), torch.stack([zero] * 3), zero
         self.timed, self.started = self.iter_num, time.perf_counter()
 
-    def batch(self):
-        """-> x, y (sequences of this rank, block_size): the tokens of this iter."""
-        arrays = data.batch(self.train_tokens, self.iter_num, self.config.seed, self.rank, self.world_size,
-                            batch_size=self.sequences, block_size=self.config.block_size)
-        return to_device(arrays, self.device)
-
-    def update(self, loss, lr):
-        """One AdamW update with the gradients there are. The host does not wait for the device.
-
-        From the first loss or gradient on that is not finite, the device skips every update (found_inf is AdamW's own
-        switch for that), and self.latest stays at the culprit for check().
-        """
-        if self.world_size > 1:
-            dist.all_reduce(loss)
-            loss /= self.world_size
-        norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), self.config.grad_clip or math.inf)
-        latest = torch.stack((torch.full_like(loss, self.iter_num + 1), loss, norm))
-        self.latest = torch.where(self.optimizer.found_inf > 0, self.latest, latest)
-        self.optimizer.found_inf = 1.0 - self.latest.isfinite().all().float()
-        self.loss_sum += loss
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def check(self):
-        """Wait for the device; stop the run if a loss or a gradient was not finite. -> the latest gradient norm."""
-        iter_num, loss, norm = self.latest.tolist()
-        if not math.isfinite(loss + norm):
-            self.fail(f"the loss at iter {iter_num:,.0f} is {loss}, its gradient norm {norm}")
-        return norm
-
     def fail(self, message):
-        last_good = f"{self.ckpt} is the last good checkpoint" if self.ckpt.exists() else "there is no checkpoint yet"
-        print0(f"error: {message}; {last_good}", file=sys.stderr)
+        print0(f"error: {message}; what {self.ckpt} holds, if it is there, is good", file=sys.stderr)
         raise SystemExit(1)
 
     def log(self, **entry):
@@ -504,80 +422,125 @@ class Run:
         except OSError as e:                                 # such as a full disk
             self.fail(f"{self.log_file.name} cannot be written: {e}")
 
+    def on_device(self, arrays):
+        """int64 arrays -> tensors on the device, copied while it computes."""
+        tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
+        if "cuda" in self.device:
+            tensors = [t.pin_memory() for t in tensors]
+        return [t.to(self.device, non_blocking=True) for t in tensors]
+
+    def batch(self):
+        """-> x, y (sequences of this rank, block_size): the tokens of this iter."""
+        return self.on_device(data.batch(
+            self.train_tokens, self.iter_num, self.config.seed, self.rank, self.world_size,
+            batch_size=self.sequences, block_size=self.config.block_size))
+
+    def update(self, loss, lr):
+        """One AdamW update with the gradients there are; the host does not wait for it.
+
+        From the first loss or gradient on that is not finite, the device skips every update (found_inf is AdamW's own
+        switch for that), and self.latest stays at the culprit, for check() to find.
+        """
+        if self.world_size > 1:
+            dist.all_reduce(loss)
+            loss /= self.world_size
+        norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), self.config.grad_clip or math.inf)
+        latest = torch.stack((torch.full_like(loss, self.iter_num + 1), loss, norm))
+        optimizer = self.optimizer
+        self.latest = torch.where(optimizer.found_inf > 0, self.latest, latest)
+        optimizer.found_inf = 1.0 - self.latest.isfinite().all().float()
+        self.loss_sum += loss
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def check(self):
+        """Wait for the device, and stop if a loss or a gradient was not finite. -> the latest gradient norm."""
+        iter_num, loss, norm = self.latest.tolist()
+        if not math.isfinite(loss + norm):
+            self.fail(f"the loss at iter {iter_num:,.0f} is {loss}, its gradient norm {norm}")
+        return norm
+
     def progress(self, lr):
         """Print and log where the training is."""
         norm = self.check()
-        config = self.config
         iters = self.iter_num - self.timed
-        seconds = (time.perf_counter() - self.started) / iters
         loss = self.loss_sum.item() / iters
-        rate = self.sequences * config.block_size / seconds
-        used = mfu(self.raw_model, config.block_size, rate / self.world_size, self.device_name)
-        print0(f"iter {self.iter_num:,}/{config.max_iters:,} ({100 * self.iter_num / config.max_iters:.0f}%) | "
-               f"loss {loss:.4f} | lr {lr:.1e} | {1000 * seconds:.0f} ms | {rate:,.0f} tok/s | "
-               f"{f'MFU {100 * used:.1f}% | ' if used else ''}"
-               f"ETA {data.clock(seconds * (config.max_iters - self.iter_num))}", flush=True)
+        seconds = (time.perf_counter() - self.started) / iters
+        rate = self.tokens_per_iter / seconds
+        used = mfu(self.raw_model, self.config.block_size, rate / self.world_size, self.where)
+        max_iters = self.config.max_iters
+        shown = [f"iter {self.iter_num:,}/{max_iters:,} ({100 * self.iter_num / max_iters:.0f}%)", f"loss {loss:.4f}",
+                 f"lr {lr:.1e}", f"{1000 * seconds:.0f} ms", f"{rate:,.0f} tok/s"]
+        if used:
+            shown.append(f"MFU {100 * used:.1f}%")
+        print0(" | ".join(shown), "| ETA", data.clock(seconds * (max_iters - self.iter_num)))
         self.log(iter_num=self.iter_num, loss=loss, lr=lr, grad_norm=norm, ms=1000 * seconds, tokens_per_second=rate)
         self.loss_sum.zero_()
         self.timed, self.started = self.iter_num, time.perf_counter()
 
     @torch.no_grad()
     def validate(self):
-        """Validate, save and log the result. Not part of the time of an iter."""
-        self.check()
-        paused = time.perf_counter()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.raw_model.eval()
-        for i in range(self.rank, self.config.eval_iters, self.world_size):
-            x, y = to_device(data.batch(self.val_tokens, i, EVAL_SEED, batch_size=EVAL_BATCH,
-                                        block_size=self.config.block_size), self.device)
+        """-> mean loss (nats per token) over eval_iters fixed batches, shared out over ranks."""
+        config, total = self.config, torch.zeros((), dtype=torch.float64, device=self.device)
+        for i in range(self.rank, config.eval_iters, self.world_size):
+            x, y = self.on_device(data.batch(
+                self.val_tokens, i, EVAL_SEED, batch_size=EVAL_BATCH, block_size=config.block_size))
             with self.ctx:
                 total += self.raw_model(x, y)[1]
-        self.raw_model.train()
-        loss = over_ranks(total.item()) / self.config.eval_iters
+        return over_ranks(total.item()) / config.eval_iters
+
+    def evaluate(self):
+        """Validate, save and log the result; that is no part of the time of an iter."""
+        norm, paused = self.check(), time.perf_counter()
+        loss = self.validate()
         if not math.isfinite(loss):
             self.fail(f"the validation loss at iter {self.iter_num:,} is {loss}")
-        self.best_val_loss = loss if self.best_val_loss is None else min(self.best_val_loss, loss)
+        self.best_val_loss = min(loss, self.best_val_loss or loss)
         self.save()
         perplexity = math.exp(min(loss, 700))
-        print0(f"iter {self.iter_num:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f}, saved {self.ckpt}", flush=True)
+        print0(f"iter {self.iter_num:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f}, saved {self.ckpt}")
         self.log(iter_num=self.iter_num, val_loss=loss, best_val_loss=self.best_val_loss)
         self.started += time.perf_counter() - paused
 
     def save(self):
         """Write the checkpoint, whole or not at all, on one rank."""
         self.check()
-        if self.rank:
-            return
-        saved = {"model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(), "iter_num": self.iter_num,
-                 "best_val_loss": self.best_val_loss, "model_config": asdict(self.model_config),
-                 "train_config": asdict(self.config), "encoding": self.encoding, "vocab_size": self.vocab_size}
+        saved = {
+            "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "iter_num": self.iter_num, "best_val_loss": self.best_val_loss,
+            "model_config": asdict(self.model_config), "train_config": asdict(self.config),
+            "encoding": self.encoding, "vocab_size": self.vocab_size,
+        }
         try:
-            with data.written_whole(self.ckpt, "wb", "partial") as f:
-                torch.save(saved, f)
+            if self.rank == 0:
+                with data.written_whole(self.ckpt, "wb", "partial") as f:
+                    torch.save(saved, f)
         except (OSError, RuntimeError) as e:                 # such as a full disk
             self.fail(f"iter {self.iter_num:,} could not be saved: {e}")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
 def catch_signals():
-    """-> a list that will hold the number of the first SIGINT or SIGTERM; a second one kills."""
+    """-> a list that will hold the first SIGINT or SIGTERM; a second one kills."""
     caught = []
 
     def on_signal(number, frame):
         caught.append(number)
         signal.signal(number, signal.SIG_DFL)
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     return caught
 
 
 def train(run):
-    """The training loop. run.iter_num counts the updates done. -> exit status."""
+    """The training loop; run.iter_num counts the updates done. -> exit status."""
     config, model = run.config, run.model
-    if run.iter_num >= config.max_iters:
-        print0(f"nothing to do: {run.ckpt} is at iter {run.iter_num:,}; --max_iters asks for more")
-
-    stop, caught = False, catch_signals()
+    caught, stop = catch_signals(), False
     while run.iter_num < config.max_iters and not stop:
         x, y = run.batch()
         loss = torch.zeros((), device=run.device)
@@ -595,17 +558,17 @@ def train(run):
         run.iter_num += 1
         stop = over_ranks(len(caught)) > 0                   # all ranks stop after the same iter
 
-        last = run.iter_num == config.max_iters
+        last = run.iter_num >= config.max_iters
         if last or run.iter_num % config.log_interval == 0:
             run.progress(lr)
         if last or (config.eval_interval and run.iter_num % config.eval_interval == 0):
-            run.validate()
+            run.evaluate()
 
     if not stop:
         return 0
     run.save()
-    number = (caught + [signal.SIGTERM])[0]                  # ranks that were not told
-    print0(f"signal {number}: saved iter {run.iter_num:,}; continue with --resume --out_dir {run.out}", flush=True)
+    number = (caught + [signal.SIGTERM])[0]                  # other ranks than the one told know no number
+    print0(f"signal {number}: saved iter {run.iter_num:,}; continue with --resume --out_dir {run.out}")
     return 128 + number
 
 
@@ -614,10 +577,10 @@ def main(argv=None):
         run = Run(argv)
     except (ValueError, OSError) as e:
         data.die(e)
-    try:
-        status = train(run)
-    finally:
-        run.log_file.close()
+    if run.iter_num >= run.config.max_iters:
+        print0(f"nothing to do: {run.ckpt} is at iter {run.iter_num:,}; --max_iters asks for more")
+    status = train(run)
+    run.log_file.close()
     leave_ranks(status)
     if status:
         raise SystemExit(status)
