@@ -1307,7 +1307,7 @@ def test_a_model_without_context_scores_the_same_at_every_length(corpus, tmp_pat
         assert {r["nll"] for r in rows.values()} == {rows[32]["nll"]}
         assert {r["ratio"] for r in rows.values()} == {1.0}
         assert {r["tokens"] for r in rows.values()} == {tokens}
-        assert rows[4096]["ratio_stderr"] == 0 and rows[4096]["stderr"] > 0
+        assert rows[4096]["log_ratio_stderr"] == 0 and rows[4096]["stderr"] > 0
     val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
     loss = stub.table[torch.stack((val[1:4097], val[-4096:]))].double()      # the first and the last stretch there is
     assert abs(window[4096]["nll"] - loss.mean().item()) < 1e-6
@@ -1336,12 +1336,12 @@ def test_averages_are_over_tokens_and_errors_over_stretches():
     row = eval_extrapolate.summary(nll, base)
     assert row["nll"] == pytest.approx(nll.mean(), abs=1e-6) and row["ppl"] == pytest.approx(math.exp(nll.mean()))
     assert row["stderr"] == pytest.approx(nll.mean(1).std(ddof=1) / 10, rel=1e-5)
-    assert row["ratio_stderr"] == pytest.approx((nll - base).mean(1).std(ddof=1) / 10, rel=1e-5)
+    assert row["log_ratio_stderr"] == pytest.approx((nll - base).mean(1).std(ddof=1) / 10, rel=1e-5)
     assert row["ratio"] == pytest.approx(math.exp((nll - base).mean()), rel=1e-5)
     blocks = np.repeat(rng.normal(size=(4, 1)), 1000, axis=1)                # tokens of a stretch go together
     assert eval_extrapolate.summary(blocks, 0 * blocks)["stderr"] == pytest.approx(blocks[:, 0].std(ddof=1) / 2)
     one = eval_extrapolate.summary(nll[:1], base[:1])
-    assert one["stderr"] is None and one["ratio_stderr"] is None and one["ratio"] > 0
+    assert one["stderr"] is None and one["log_ratio_stderr"] is None and one["ratio"] > 0
     assert eval_extrapolate.summary(np.full((1, 10), math.log(256)), np.zeros((1, 10)))["ppl"] == pytest.approx(256)
 
 
@@ -1414,10 +1414,9 @@ def test_perplexities_of_different_units_never_share_a_column(corpus, tmp_path, 
     heads = [line for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
     assert all("perplexity per " in line and "float32 on" in line for line in heads) and len(heads) == 3
     eval_extrapolate.compare(results)
-    tables = capsys.readouterr().out.split("\n\n")
-    tables = [table for table in tables if table.startswith("|")]
-    assert len(tables) == 2 and "ppl there, per byte" in tables[0] and "ppl there, per token (gpt2)" in tables[1]
-    assert "| a |" in tables[0] and "| c |" in tables[0] and "| b |" in tables[1] and "| a | 32 |" in tables[0]
+    lines = capsys.readouterr().out.splitlines()[-3:]                        # each says its unit and its training context
+    for line, name, per in zip(lines, "abc", ("per byte", "per token (gpt2)", "per byte")):
+        assert line.startswith(f"{name} ") and f" {per} at 32 | 64: 1.00" in line
 
 
 def test_lengths():
@@ -1449,6 +1448,23 @@ def test_train_then_evaluate_then_plot(corpus, tmp_path, monkeypatch, capsys):
     with torch.no_grad():
         both = [model.nll(t[:-1].view(-1, 32), t[1:].view(-1, 32)).mean().item() for t in (val[:2049], val[-2049:])]
     assert abs(by_context(result, "window")[32]["nll"] - np.mean(both)) < 1e-5
+
+
+@distributed
+def test_two_ranks_evaluate_like_one(corpus, tmp_path, two_ranks):
+    run = tmp_path / "run"
+    assert run_train(corpus, run, "--max_iters", 3) == 0
+    how = [run, "--lengths", "32,50,300", "--stretches", 3]
+    eval_extrapolate.main(list(map(str, how)))
+    one = json.loads((run / "extrapolate.json").read_text())
+    (run / "extrapolate.json").unlink()
+    printed = finish(two_ranks("eval_extrapolate.py", *how))
+    two = json.loads((run / "extrapolate.json").read_text())
+    assert two["device"].startswith("2 x CPU") and "context" in printed[0][0] and printed[1] == ("", "")
+    assert one["text"] == two["text"] and one["checkpoint"] == two["checkpoint"]
+    for a, b in zip(one["rows"], two["rows"], strict=True):
+        assert [a[name] for name in ("context", "protocol", "tokens")] == [b[name] for name in ("context", "protocol", "tokens")]
+        assert abs(a["nll"] - b["nll"]) < 1e-6 and abs(a["ratio"] - b["ratio"]) < 1e-6
 
 
 def made_up(pos, ratios=(1.0, 1.5, 2.0), unit="per byte", **also):
@@ -1542,6 +1558,107 @@ def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
     torch.save({"x": 1}, run / "ckpt.pt")
     refuse(run, words=["not a checkpoint of this model"])
     assert not (run / "extrapolate.json").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# results/run.py and results/speed.py
+
+def results_script(name):
+    """A script of results/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"results_{name}", HERE / "results" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_failed_run_is_one_line(tmp_path, monkeypatch, capsys):
+    run = results_script("run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    (tmp_path / "train.py").write_text("import os, sys\nsys.exit(os.environ['OMP_NUM_THREADS'] + ' threads')")
+    with pytest.raises(SystemExit) as stop:
+        run.main(["tiny", "--threads", "3"])
+    refused((stop.value.code, capsys.readouterr().err), "train.py", "status 1", "out/tiny-nope.txt")
+    log = (tmp_path / "out/tiny-nope.txt").read_text()
+    assert log.startswith("\n$ python train.py --preset tiny --pos nope --seed 1") and "3 threads" in log
+
+
+def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
+    """Train, evaluate, tables; what is finished is skipped, an unfinished training resumed."""
+    pytest.importorskip("matplotlib")
+    run = results_script("run")
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def call_here(command, log, threads):                                    # in this process, which is faster
+        calls.append(command)
+        script, *flags = command.split()
+        {"train.py": train, "eval_extrapolate.py": eval_extrapolate}[script].main(flags)
+    for name in ("results", "assets"):
+        (tmp_path / name).mkdir()
+    flags = " ".join(map(str, [*SMALL[4:], "--data", corpus, "--max_iters", 4]))   # without preset and scheme
+    runs = [("tiny", pos, seed, flags) for pos, seed in (("random_qk", 1), ("random_qkv", 1), ("random_qk", 2))]
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(run, "README", tmp_path / "README.md")
+    monkeypatch.setattr(run, "FIGURE", tmp_path / "assets" / "extrapolation.png")
+    monkeypatch.setattr(run, "TABLES", {"tiny": (runs, "--lengths 32,...,512,20000 --stretches 3")})
+    assert run_train(corpus, tmp_path / "out/tiny-random_qk", "--max_iters", 2, "--pos", "random_qk") == 0   # unfinished
+    monkeypatch.setattr(run, "call", call_here)
+    run.main(["tiny", "--threads", "1"])
+    assert "0 of 3 runs are finished" in capsys.readouterr().out
+    assert calls[0].endswith(" --resume") and calls[2].startswith("train.py") and "--resume" not in calls[2]
+    result = json.loads((tmp_path / "results/tiny-random_qk-seed2.json").read_text())
+    assert result["seed"] == 2 and result["iter_num"] == 4 and "--seed 2" in result["commands"][0]
+    monkeypatch.setattr(run, "call", None)                                   # nothing is left to do
+    run.main(["tiny"])
+    assert "3 of 3 runs are finished" in capsys.readouterr().out
+
+    (tmp_path / "README.md").write_text("before\n<!-- table: tiny -->\nold\n<!-- end -->\nafter\n")
+    run.main(["tables"])
+    first = (tmp_path / "README.md").read_text()
+    run.main(["tables"])
+    assert first == (tmp_path / "README.md").read_text() and (tmp_path / "assets/extrapolation.png").exists()
+    assert first.startswith("before\n<!-- table: tiny -->\n| scheme | perplexity per byte at 32 | 128 (4x) | 512 (16x) |")
+    assert first.endswith("|\n<!-- end -->\nafter\n") and "old" not in first and "`random_qk`, seed 2" in first
+    rows = by_context(result, "last")
+    assert f"| {rows[32]['ppl']:.2f} | {rows[128]['ratio']:.2f} ± " in first and " | - | - | - |\n" in first
+    long = (tmp_path / "results/README.md").read_text()
+    assert "4 iterations, seed 1; 4 iterations, seed 2" in long and "python train.py --preset tiny" in long
+    assert f"{rows[512]['ratio']:.2f} ± {rows[512]['ratio'] * rows[512]['log_ratio_stderr']:.2f} |" in long
+
+    mixed = tmp_path / "results/tiny-random_qkv.json"
+    mixed.write_text(mixed.read_text().replace(result["text"], "another"))
+    with pytest.raises(SystemExit):
+        run.main(["tables"])
+    assert "differ in text" in capsys.readouterr().err
+
+
+def test_a_pair_is_of_the_same_tokens():
+    run = results_script("run")
+
+    def result(nll, **also):
+        rows = [{"protocol": "last", "context": n, "stretch_nll": v} for n, v in zip((32, 64), nll)]
+        return {"run": "r", "text": "digest", "train_context": 32, "rows": rows} | also
+    one, other = result([[1.0, 2.0], [2.0, 4.0]]), result([[1.0, 1.0], [1.0, 2.0]])
+    assert run.paired(one, other, "last", 64) == (1.5, 0.5)
+    assert run.paired(one, other, "last", 64, 32) == (1.0, 0.0)              # differences 1 - 0 and 2 - 1
+    assert math.isnan(run.paired(result([[1.0, 1.0], [None, 1.0]]), other, "last", 64)[0])
+    for difference in ({"text": "another"}, {"train_context": 16}):
+        with pytest.raises(ValueError, match="same tokens"):
+            run.paired(one, other | difference, "last", 64)
+
+
+def test_costs_are_measured(capsys):
+    """The parts of results/speed.py, on sizes that take no time."""
+    speed = results_script("speed")
+    steps = speed.steps(["rope", "alibi"], n=1)
+    assert steps["rope"]["ratio"] == 1 and steps["alibi"]["ms"] > 0
+    forward = speed.forward_of("accum_qkv", 1000, **speed.LAYER)
+    assert forward["ratio"] > 0 and forward["context"] == 1000 and forward["peak_mb"] >= forward["mb"] >= 0
+    assert set(speed.ALL) >= {name for name in SCHEMES if not name.startswith("random")}
+    small = "--n_layer 1 --n_embd 32 --n_head 1 --block_size 8 --batch_size 2 --gradient_accumulation_steps 1 --device cpu"
+    trained = speed.train_of("rope", *small.split(), "--max_iters", "3", "--log_interval", "1")
+    assert trained["tokens_per_second"] > 0 and trained["mfu"] is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
