@@ -201,8 +201,9 @@ def evaluate(run, args):
     stretches = sliding_window_view(val, longest + 1)[starts]
 
     result = {
-        "run": run.name, "pos": model.config.pos, "seed": config["seed"], "iter_num": saved["iter_num"],
-        "train_context": block_size, "checkpoint": hashlib.sha256(np.memmap(ckpt, mode="r")).hexdigest(),
+        "run": run.name, "pos": model.config.pos, "params": model.num_params()[0], "seed": config["seed"],
+        "iter_num": saved["iter_num"], "train_context": block_size,
+        "checkpoint": hashlib.sha256(np.memmap(ckpt, mode="r")).hexdigest(),
         "data": folder.name, "encoding": encoding, "unit": unit(encoding), "val_tokens": len(val),
         "starts": starts.tolist(), "text": hashlib.sha256(stretches).hexdigest(), "dtype": args.dtype,
         "device": f"{ranks()[1]} x {device_name(device)}", "torch": torch.__version__, "rows": [],

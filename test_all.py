@@ -1275,6 +1275,9 @@ class Stub(torch.nn.Module):
         self.table, self.longer_than = torch.nn.Parameter(loss_of_token), longer_than
         self.config = GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=64)
 
+    def num_params(self):
+        return 64, 0
+
     def nll(self, x, y):
         assert x.shape == y.shape and torch.equal(x[:, 1:], y[:, :-1])
         return self.table[y] / (x.size(1) <= self.longer_than)
@@ -1300,16 +1303,17 @@ by_context = eval_extrapolate.by_context
 def test_a_model_without_context_scores_the_same_at_every_length(corpus, tmp_path, monkeypatch):
     """On lengths below the training context, too, and on one that does not divide the longest."""
     stub = Stub(loss_table())
-    result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, "--lengths", "8,20,32,64,...,4096", "--stretches", 16)
+    flags = "--lengths", "8,20,32,64,...,4096", "--stretches", 16
+    result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, *flags)
     last, window = by_context(result, "last"), by_context(result, "window")
-    for rows, tokens in ((last, 2 * 32), (window, 2 * 4096)):                # two stretches of 4,096 fit into 9,000 tokens
+    for rows, tokens in ((last, 2 * 32), (window, 2 * 4096)):                # 9,000 tokens hold two stretches
         assert list(rows) == [8, 20, 32, 64, 128, 256, 512, 1024, 2048, 4096]
         assert {r["nll"] for r in rows.values()} == {rows[32]["nll"]}
         assert {r["ratio"] for r in rows.values()} == {1.0}
         assert {r["tokens"] for r in rows.values()} == {tokens}
         assert rows[4096]["log_ratio_stderr"] == 0 and rows[4096]["stderr"] > 0
     val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
-    loss = stub.table[torch.stack((val[1:4097], val[-4096:]))].double()      # the first and the last stretch there is
+    loss = stub.table[torch.stack((val[1:4097], val[-4096:]))].double()      # the first and the last stretch
     assert abs(window[4096]["nll"] - loss.mean().item()) < 1e-6
     assert abs(last[4096]["nll"] - loss[:, -32:].mean().item()) < 1e-6
     assert last[64]["stretch_nll"] == pytest.approx(loss[:, -32:].mean(1).tolist(), abs=1e-6)
@@ -1317,7 +1321,7 @@ def test_a_model_without_context_scores_the_same_at_every_length(corpus, tmp_pat
 
 def test_targets_are_the_same_tokens_with_more_context():
     stretches = np.stack([np.arange(start, start + 401) for start in (10, 500)]).astype(np.uint16) % 64
-    calls = []
+    calls, same = [], stretches[:, 1:]
 
     class Positions(Stub):
         def nll(self, x, y):
@@ -1325,24 +1329,28 @@ def test_targets_are_the_same_tokens_with_more_context():
             return y.double()                                                # the "loss" is the token itself
     for length in (1, 5, 32, 33, 100, 399, 400):
         calls.clear()
-        assert (eval_extrapolate.stretch_nll(Positions(loss_table()), stretches, length) == stretches[:, 1:]).all(), length
+        nll = eval_extrapolate.stretch_nll(Positions(loss_table()), stretches, length)
+        assert (nll == same).all(), length
         ends = {int(row[-1]) for x in calls for row in x if len(row) == length}
-        assert set(stretches[:, -2]) <= ends                                 # a window of this length ends with each stretch
+        assert set(stretches[:, -2]) <= ends                                 # a window ends with each stretch
 
 
 def test_averages_are_over_tokens_and_errors_over_stretches():
     rng = np.random.default_rng(0)
     nll, base = rng.normal(size=(2, 100, 10)).astype(np.float32)
     row = eval_extrapolate.summary(nll, base)
-    assert row["nll"] == pytest.approx(nll.mean(), abs=1e-6) and row["ppl"] == pytest.approx(math.exp(nll.mean()))
+    assert row["nll"] == pytest.approx(nll.mean(), abs=1e-6)
+    assert row["ppl"] == pytest.approx(math.exp(nll.mean()))
     assert row["stderr"] == pytest.approx(nll.mean(1).std(ddof=1) / 10, rel=1e-5)
     assert row["log_ratio_stderr"] == pytest.approx((nll - base).mean(1).std(ddof=1) / 10, rel=1e-5)
     assert row["ratio"] == pytest.approx(math.exp((nll - base).mean()), rel=1e-5)
     blocks = np.repeat(rng.normal(size=(4, 1)), 1000, axis=1)                # tokens of a stretch go together
-    assert eval_extrapolate.summary(blocks, 0 * blocks)["stderr"] == pytest.approx(blocks[:, 0].std(ddof=1) / 2)
+    error = blocks[:, 0].std(ddof=1) / 2
+    assert eval_extrapolate.summary(blocks, 0 * blocks)["stderr"] == pytest.approx(error)
     one = eval_extrapolate.summary(nll[:1], base[:1])
     assert one["stderr"] is None and one["log_ratio_stderr"] is None and one["ratio"] > 0
-    assert eval_extrapolate.summary(np.full((1, 10), math.log(256)), np.zeros((1, 10)))["ppl"] == pytest.approx(256)
+    uniform = np.full((1, 10), math.log(256))
+    assert eval_extrapolate.summary(uniform, uniform)["ppl"] == pytest.approx(256)
 
 
 def test_batching_does_not_change_the_numbers(monkeypatch):
@@ -1355,20 +1363,21 @@ def test_batching_does_not_change_the_numbers(monkeypatch):
 
 
 def test_nothing_an_earlier_call_left_is_used(corpus, tmp_path, monkeypatch):
-    """Another checkpoint, or another text, in the same folder: every row is of the new one, and the file says of which."""
-    run = tmp_path / "r"
-    old = run_eval(run, monkeypatch, Stub(torch.ones(64)), corpus, "--lengths", "64,128", "--stretches", 3)
-    again = run_eval(run, monkeypatch, Stub(torch.ones(64)), corpus, "--lengths", "64,128", "--stretches", 3)
+    """Another checkpoint, or another text, in the same folder: all rows are of it, and the file says so."""
+    run, flags = tmp_path / "r", ("--stretches", 3, "--lengths")
+    old = run_eval(run, monkeypatch, Stub(torch.ones(64)), corpus, *flags, "64,128")
+    again = run_eval(run, monkeypatch, Stub(torch.ones(64)), corpus, *flags, "64,128")
     assert all(old[name] == again[name] for name in old if name != "rows")
-    new = run_eval(run, monkeypatch, Stub(2 * torch.ones(64)), corpus, "--lengths", "64,128,256", "--stretches", 3, iter_num=6)
+    new = run_eval(run, monkeypatch, Stub(2 * torch.ones(64)), corpus, *flags, "64,128,256", iter_num=6)
     assert {row["nll"] for row in new["rows"]} == {2.0} and len(new["rows"]) == 8
     assert new["checkpoint"] != old["checkpoint"] and new["iter_num"] == 6
     other = tmp_path / corpus.name                                           # another text of the same name
     other.mkdir()
-    for file in corpus.iterdir():
-        (other / file.name).write_bytes(file.read_bytes()[::-1] if file.suffix == ".bin" else file.read_bytes())
-    np.memmap(other / "val.bin", np.uint16)[:] = np.fromfile(corpus / "val.bin", np.uint16)[::-1]
-    texts = [run_eval(run, monkeypatch, Stub(loss_table()), folder, "--lengths", "64") for folder in (corpus, other)]
+    (other / "meta.json").write_bytes((corpus / "meta.json").read_bytes())
+    np.fromfile(corpus / "val.bin", np.uint16)[::-1].tofile(other / "val.bin")
+    texts = []
+    for folder in (corpus, other):
+        texts.append(run_eval(run, monkeypatch, Stub(loss_table()), folder, "--lengths", "64"))
     assert texts[0]["data"] == texts[1]["data"] and texts[0]["text"] != texts[1]["text"]
     assert texts[0]["rows"][0]["nll"] != texts[1]["rows"][0]["nll"]
     assert texts[0]["encoding"] == "bytes" and texts[0]["val_tokens"] == 9000 and len(texts[0]["starts"]) == 8
@@ -1384,15 +1393,18 @@ def test_a_loss_that_is_not_finite_is_said(corpus, tmp_path, monkeypatch, capsys
     assert "Infinity" not in text and "NaN" not in text
     for protocol in eval_extrapolate.PROTOCOLS:
         rows = by_context(json.loads(text), protocol)
-        assert rows[64]["finite"] and not rows[128]["finite"] and rows[128]["tokens"] and rows[128]["stderr"] is None
-        assert rows[128]["nll"] is rows[128]["ratio"] is rows[128]["stretch_nll"][0] is None
+        assert rows[64]["finite"] and not rows[128]["finite"] and rows[128]["tokens"]
+        for name in ("nll", "stderr", "ratio", "log_ratio", "log_ratio_stderr"):
+            assert rows[128][name] is None
+        assert rows[128]["stretch_nll"][0] is None
         assert rows[20000]["tokens"] == 0 and rows[20000]["finite"] is None and rows[20000]["nll"] is None
     lines = {line.split("|")[0].strip(): line for line in out.splitlines()}
     assert lines["128"].count("not finite") == 4 and "longer than the text" in lines["20,000"]
     assert "not finite" not in lines["64"] + lines["20,000"] and "longer" not in lines["128"]
 
-    with pytest.raises(SystemExit):                                          # the training context itself: no ratio at all
-        run_eval(tmp_path / "r", monkeypatch, Stub(torch.ones(64), longer_than=16), corpus, "--lengths", "16,32")
+    short = Stub(torch.ones(64), longer_than=16)                             # no base, no ratio
+    with pytest.raises(SystemExit):
+        run_eval(tmp_path / "r", monkeypatch, short, corpus, "--lengths", "16,32")
     row = by_context(json.loads((tmp_path / "r" / "extrapolate.json").read_text()), "last")[16]
     assert row["ppl"] == pytest.approx(math.e) and row["ratio"] is None and row["log_ratio"] is None
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("       16")]
@@ -1407,14 +1419,14 @@ def test_perplexities_of_different_units_never_share_a_column(corpus, tmp_path, 
     monkeypatch.setattr(data, "check_encoding", lambda folder, encoding: None)
     results = []
     for name, encoding, flags in (("a", "bytes", ()), ("b", "gpt2", ("--stretches", 1)), ("c", "bytes", ())):
-        flags = "--lengths", "64", *flags
-        results.append(run_eval(tmp_path / name, monkeypatch, Stub(loss_table()), corpus, *flags, encoding=encoding))
+        flags, stub = ("--lengths", "64", *flags), Stub(loss_table())
+        results.append(run_eval(tmp_path / name, monkeypatch, stub, corpus, *flags, encoding=encoding))
     assert [result["unit"] for result in results] == ["per byte", "per token (gpt2)", "per byte"]
     assert eval_extrapolate.unit("characters:shakespeare") == "per character"
     heads = [line for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
     assert all("perplexity per " in line and "float32 on" in line for line in heads) and len(heads) == 3
     eval_extrapolate.compare(results)
-    lines = capsys.readouterr().out.splitlines()[-3:]                        # each says its unit and its training context
+    lines = capsys.readouterr().out.splitlines()[-3:]                        # each says unit and context
     for line, name, per in zip(lines, "abc", ("per byte", "per token (gpt2)", "per byte")):
         assert line.startswith(f"{name} ") and f" {per} at 32 | 64: 1.00" in line
 
@@ -1431,7 +1443,7 @@ def test_lengths():
 
 
 def test_train_then_evaluate_then_plot(corpus, tmp_path, monkeypatch, capsys):
-    """The real scripts in a row, on lengths that are not powers of two; the loss at the training context is the model's own."""
+    """The real scripts in a row, on lengths that are no powers of two; the loss is the model's own."""
     for pos in ("rope", "alibi"):
         assert run_train(corpus, tmp_path / "out" / pos, "--max_iters", 3, "--pos", pos) == 0
     monkeypatch.chdir(tmp_path)
@@ -1446,7 +1458,8 @@ def test_train_then_evaluate_then_plot(corpus, tmp_path, monkeypatch, capsys):
     model, _ = load_model(Path("out/rope/ckpt.pt"))
     val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
     with torch.no_grad():
-        both = [model.nll(t[:-1].view(-1, 32), t[1:].view(-1, 32)).mean().item() for t in (val[:2049], val[-2049:])]
+        nll = [model.nll(t[:-1].view(-1, 32), t[1:].view(-1, 32)) for t in (val[:2049], val[-2049:])]
+    both = [losses.mean().item() for losses in nll]
     assert abs(by_context(result, "window")[32]["nll"] - np.mean(both)) < 1e-5
 
 
@@ -1463,7 +1476,7 @@ def test_two_ranks_evaluate_like_one(corpus, tmp_path, two_ranks):
     assert two["device"].startswith("2 x CPU") and "context" in printed[0][0] and printed[1] == ("", "")
     assert one["text"] == two["text"] and one["checkpoint"] == two["checkpoint"]
     for a, b in zip(one["rows"], two["rows"], strict=True):
-        assert [a[name] for name in ("context", "protocol", "tokens")] == [b[name] for name in ("context", "protocol", "tokens")]
+        assert all(a[name] == b[name] for name in ("context", "protocol", "tokens"))
         assert abs(a["nll"] - b["nll"]) < 1e-6 and abs(a["ratio"] - b["ratio"]) < 1e-6
 
 
@@ -1471,7 +1484,9 @@ def made_up(pos, ratios=(1.0, 1.5, 2.0), unit="per byte", **also):
     """A result as evaluate returns it."""
     rows = []
     for context, ratio in zip((256, 1024, 4096), ratios):
-        rows.append({"context": context, "protocol": "last", "tokens": 9, "ratio": ratio, "log_ratio": ratio and math.log(ratio)})
+        log_ratio = ratio and math.log(ratio)
+        row = {"context": context, "protocol": "last", "tokens": 9, "ratio": ratio, "log_ratio": log_ratio}
+        rows.append(row)
     return {"run": f"tiny-{pos}", "pos": pos, "train_context": 256, "unit": unit, "rows": rows} | also
 
 
@@ -1480,9 +1495,9 @@ def labels_of(figure):
 
 
 def test_the_figure_has_at_most_eight_labels_that_do_not_overlap():
-    extent = pytest.importorskip("matplotlib.text").Text.get_window_extent   # an annotation's own includes its line
+    extent = pytest.importorskip("matplotlib.text").Text.get_window_extent   # without an annotation's line
     results = [made_up(pos, (1.0, 1.5, 2.0 + 0.001 * i)) for i, pos in enumerate(ROTATIONS)]
-    results += [made_up(pos, (1.0, 0.98, 0.97)) for pos in (*BIASES, *(f"{r}+{b}" for r in ROTATIONS for b in BIASES))]
+    results += [made_up(pos, (1.0, 0.98, 0.97)) for pos in ALL[len(ROTATIONS):]]
     figure = eval_extrapolate.plot(results)
     labels = labels_of(figure)
     assert len(labels) == 8 and f"any rotation + {' or '.join(BIASES)}" in labels
@@ -1517,7 +1532,8 @@ def test_a_scheme_that_did_not_exist_has_a_look_of_its_own(monkeypatch):
 
 def test_the_figure_says_what_it_cannot_draw():
     pytest.importorskip("matplotlib")
-    results = [made_up("rope", (1.0, 2.0, None)), made_up("nope", (None, None, None)), made_up("alibi", unit="per token (gpt2)")]
+    results = [made_up("rope", (1.0, 2.0, None)), made_up("nope", (None, None, None))]
+    results.append(made_up("alibi", unit="per token (gpt2)"))
     figure = eval_extrapolate.plot(results)
     assert set(labels_of(figure)) == {"rope (else not finite)", "alibi"}
     note = figure.texts[0].get_text()
@@ -1547,7 +1563,7 @@ def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
     np.full(100, 200, np.uint16).tofile(tmp_path / "val.bin")
     refuse(run, "--data", tmp_path, words=["200", "val.bin"])
     (tmp_path / "meta.json").write_text('{"encoding": "gpt2", "vocab_size": 50257}')
-    refuse(run, "--data", tmp_path, words=["gpt2", "bytes"])                 # another encoding than the checkpoint's
+    refuse(run, "--data", tmp_path, words=["gpt2", "bytes"])                 # not the checkpoint's encoding
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refuse(run, "--plot", words=["pip install matplotlib"])
     monkeypatch.chdir(tmp_path)
@@ -1590,19 +1606,21 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     calls = []
 
-    def call_here(command, log, threads):                                    # in this process, which is faster
+    def call_here(command, log, threads):                                    # in this process: faster
         calls.append(command)
         script, *flags = command.split()
         {"train.py": train, "eval_extrapolate.py": eval_extrapolate}[script].main(flags)
     for name in ("results", "assets"):
         (tmp_path / name).mkdir()
     flags = " ".join(map(str, [*SMALL[4:], "--data", corpus, "--max_iters", 4]))   # without preset and scheme
-    runs = [("tiny", pos, seed, flags) for pos, seed in (("random_qk", 1), ("random_qkv", 1), ("random_qk", 2))]
+    runs = [("tiny", "random_qk", 1, flags), ("tiny", "random_qkv", 1, flags)]
+    runs.append(("tiny", "random_qk", 2, flags))
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(run, "README", tmp_path / "README.md")
     monkeypatch.setattr(run, "FIGURE", tmp_path / "assets" / "extrapolation.png")
     monkeypatch.setattr(run, "TABLES", {"tiny": (runs, "--lengths 32,...,512,20000 --stretches 3")})
-    assert run_train(corpus, tmp_path / "out/tiny-random_qk", "--max_iters", 2, "--pos", "random_qk") == 0   # unfinished
+    unfinished = tmp_path / "out/tiny-random_qk"
+    assert run_train(corpus, unfinished, "--max_iters", 2, "--pos", "random_qk") == 0
     monkeypatch.setattr(run, "call", call_here)
     run.main(["tiny", "--threads", "1"])
     assert "0 of 3 runs are finished" in capsys.readouterr().out
@@ -1618,8 +1636,10 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     first = (tmp_path / "README.md").read_text()
     run.main(["tables"])
     assert first == (tmp_path / "README.md").read_text() and (tmp_path / "assets/extrapolation.png").exists()
-    assert first.startswith("before\n<!-- table: tiny -->\n| scheme | perplexity per byte at 32 | 128 (4x) | 512 (16x) |")
-    assert first.endswith("|\n<!-- end -->\nafter\n") and "old" not in first and "`random_qk`, seed 2" in first
+    head = "| scheme | perplexity per byte at 32 | 128 (4x) | 512 (16x) |"
+    assert first.startswith(f"before\n<!-- table: tiny -->\n{head}")
+    assert first.endswith("|\n<!-- end -->\nafter\n")
+    assert "old" not in first and "`random_qk`, seed 2" in first
     rows = by_context(result, "last")
     assert f"| {rows[32]['ppl']:.2f} | {rows[128]['ratio']:.2f} ± " in first and " | - | - | - |\n" in first
     long = (tmp_path / "results/README.md").read_text()
@@ -1656,8 +1676,9 @@ def test_costs_are_measured(capsys):
     forward = speed.forward_of("accum_qkv", 1000, **speed.LAYER)
     assert forward["ratio"] > 0 and forward["context"] == 1000 and forward["peak_mb"] >= forward["mb"] >= 0
     assert set(speed.ALL) >= {name for name in SCHEMES if not name.startswith("random")}
-    small = "--n_layer 1 --n_embd 32 --n_head 1 --block_size 8 --batch_size 2 --gradient_accumulation_steps 1 --device cpu"
-    trained = speed.train_of("rope", *small.split(), "--max_iters", "3", "--log_interval", "1")
+    small = "--n_layer 1 --n_embd 32 --n_head 1 --block_size 8 --batch_size 2 --gradient_accumulation_steps 1"
+    small += " --device cpu --max_iters 3 --log_interval 1"
+    trained = speed.train_of("rope", *small.split())
     assert trained["tokens_per_second"] > 0 and trained["mfu"] is None
 
 
