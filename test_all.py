@@ -1619,13 +1619,13 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "README", tmp_path / "README.md")
     monkeypatch.setattr(run, "FIGURE", tmp_path / "assets" / "extrapolation.png")
     monkeypatch.setattr(run, "TABLES", {"tiny": (runs, "--lengths 32,...,512,20000 --stretches 3")})
-    unfinished = tmp_path / "out/tiny-random_qk"
+    unfinished = tmp_path / "out" / run.name_of(*runs[0])
     assert run_train(corpus, unfinished, "--max_iters", 2, "--pos", "random_qk") == 0
     monkeypatch.setattr(run, "call", call_here)
     run.main(["tiny", "--threads", "1"])
     assert "0 of 3 runs are finished" in capsys.readouterr().out
     assert calls[0].endswith(" --resume") and calls[2].startswith("train.py") and "--resume" not in calls[2]
-    result = json.loads((tmp_path / "results/tiny-random_qk-seed2.json").read_text())
+    result = json.loads((tmp_path / "results" / f"{run.name_of(*runs[2])}.json").read_text())
     assert result["seed"] == 2 and result["iter_num"] == 4 and "--seed 2" in result["commands"][0]
     monkeypatch.setattr(run, "call", None)                                   # nothing is left to do
     run.main(["tiny"])
@@ -1639,14 +1639,14 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     head = "| scheme | perplexity per byte at 32 | 128 (4x) | 512 (16x) |"
     assert first.startswith(f"before\n<!-- table: tiny -->\n{head}")
     assert first.endswith("|\n<!-- end -->\nafter\n")
-    assert "old" not in first and "`random_qk`, seed 2" in first
+    assert "old" not in first and "| `random_qk-seed2-" in first
     rows = by_context(result, "last")
     assert f"| {rows[32]['ppl']:.2f} | {rows[128]['ratio']:.2f} ± " in first and " | - | - | - |\n" in first
     long = (tmp_path / "results/README.md").read_text()
     assert "4 iterations, seed 1; 4 iterations, seed 2" in long and "python train.py --preset tiny" in long
     assert f"{rows[512]['ratio']:.2f} ± {rows[512]['ratio'] * rows[512]['log_ratio_stderr']:.2f} |" in long
 
-    mixed = tmp_path / "results/tiny-random_qkv.json"
+    mixed = tmp_path / "results" / f"{run.name_of(*runs[1])}.json"
     mixed.write_text(mixed.read_text().replace(result["text"], "another"))
     with pytest.raises(SystemExit):
         run.main(["tables"])

@@ -40,7 +40,8 @@ TABLES = {
 # Runs
 
 def name_of(preset, pos, seed, flags):
-    return f"{preset}-{pos}" if seed == 1 else f"{preset}-{pos}-seed{seed}"
+    seed = f"-seed{seed}" if seed != 1 else ""
+    return f"{preset}-{pos}{seed}" + re.sub(r"\W+", "-", flags)              # "--n_head 4" -> "-n_head-4"
 
 
 def commands(run, eval_flags):
@@ -143,8 +144,8 @@ def markdown(titles, rows):
 
 
 def title(result):
-    seed = "" if result["seed"] == 1 else f", seed {result['seed']}"
-    return f"`{result['pos']}`{seed}"
+    """A run's name without its preset."""
+    return f"`{result['run'].split('-', 1)[1]}`"
 
 
 def ratio_table(results, columns):
@@ -179,10 +180,10 @@ def carried_table(results, protocol):
     base = results[0]["train_context"]
     scored = [length for length, row in by_context(results[0], protocol).items() if row["tokens"]]
     lengths = [length for length in scored if length > base]
-    schemes = {(result["pos"], result["seed"]): result for result in results}
+    runs = {result["run"]: result for result in results}
     rows = []
-    for (pos, seed), result in schemes.items():
-        plain = schemes.get((pos.replace("_qkv", "_qk"), seed))
+    for name, result in runs.items():
+        plain = runs.get(name.replace("_qkv", "_qk"))
         if plain in (None, result):
             continue
         pairs = [paired(result, plain, protocol, base)]
