@@ -340,11 +340,12 @@ def plot(results):
         ends.append((line[max(line)], max(line), label, look["color"]))
     if band:
         lines = [points(result) for result in band]
-        contexts = sorted(set.intersection(*map(set, lines)))
-        ratios = np.array([[line[context] for context in contexts] for line in lines])
-        ax.fill_between(contexts, ratios.min(0), ratios.max(0), color="C0", alpha=0.4, linewidth=2)
+        contexts = sorted(set().union(*lines))
+        ratios = [[line[context] for line in lines if context in line] for context in contexts]
+        low, high = list(map(min, ratios)), list(map(max, ratios))
+        ax.fill_between(contexts, low, high, color="C0", alpha=0.4, linewidth=2)
         biases = dict.fromkeys(result["pos"].split("+")[-1] for result in band)
-        ends.append((ratios[:, -1].max(), contexts[-1], f"any rotation + {' or '.join(biases)}", "C0"))
+        ends.append((high[-1], contexts[-1], f"any rotation + {' or '.join(biases)}", "C0"))
 
     for context in {result["train_context"] for result in results}:
         ax.axvline(context, color="grey", linestyle=":")
@@ -364,8 +365,8 @@ def plot(results):
     note = f"solid: values are carried too; dashed: queries and keys alone; perplexity {units}"
     left_out = [result["run"] for result in results if result not in curves + band]
     if left_out:
-        note += f"\nnot drawn: {', '.join(left_out)}"
-    fig.text(0.01, 0.01, note, color="grey")
+        note += f"\nnot drawn (at most {MOST_LABELS} labels): {', '.join(left_out)}"
+    fig.text(0.01, 0.01, note, color="grey", wrap=True)
 
     # labels stand beside the axes, as high as their lines end, or as the labels below need
     widest = max((len(label) for _, _, label, _ in ends), default=0)
