@@ -1,7 +1,7 @@
 """The decoder: pre-norm, no biases, GELU MLP, tied embedding and head. The defaults of GPTConfig are the paper's model.
 
-Nothing here depends on the training context, and nothing on the positional scheme but three lines: the shared transport in GPT,
-the layer's transport in Attention, and the call that replaces F.scaled_dot_product_attention. See transport.py.
+Nothing here depends on the training context, and on the positional scheme only three lines do: the shared transport in GPT,
+the layer's own in Attention, and the call of `attend`. See transport.py.
 """
 import math
 import pickle
@@ -14,29 +14,37 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from transport import LayerTransport, SharedTransport, parse
+from transport import Transport, attend, parse
 
 LOGITS_AT_ONCE = 2 ** 26   # logits in memory at a time (256 MB in fp32): 1,334 rows of the GPT-2 vocabulary
 
 
+def option(default, text):
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class GPTConfig:
-    pos: str = field(default="accum_qkv", metadata={"help": "positional scheme: ROTATION, BIAS or ROTATION+BIAS"})
-    n_layer: int = field(default=16, metadata={"help": "layers"})
-    n_head: int = field(default=12, metadata={"help": "attention heads"})
-    n_embd: int = field(default=768, metadata={"help": "width"})
-    vocab_size: int = field(default=50304, metadata={"help": "rows of the embedding, at least the data's vocabulary"})
-    sigma: float = field(default=0.3, metadata={"help": "spread of random and initial learned step angles (radians)"})
-    rope_base: float = field(default=10000.0, metadata={"help": "RoPE's base"})
-    qk_norm: bool = field(default=False, metadata={"help": "RMS-normalise queries and keys (before transport, no gain)"})
+    pos: str = option("accum_qkv", "positional scheme: ROTATION, BIAS or ROTATION+BIAS")
+    n_layer: int = option(16, "layers")
+    n_head: int = option(12, "attention heads")
+    n_embd: int = option(768, "width")
+    vocab_size: int = option(50257, "token ids (the embedding has a multiple of 64 rows)")
+    sigma: float = option(0.3, "spread of random and initial learned step angles (radians)")
+    rope_base: float = option(10000.0, "RoPE's base")
+    qk_norm: bool = option(False, "RMS-normalise queries and keys (before transport, no gain)")
 
     def __post_init__(self):
         parse(self.pos)
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
         for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+        if not 0 <= self.sigma < math.inf:
+            raise ValueError(f"sigma must be a number from 0 on, got {self.sigma}")
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base must be a number above 0, got {self.rope_base}")
 
 
 class Attention(nn.Module):
@@ -45,15 +53,19 @@ class Attention(nn.Module):
         self.n_head, self.qk_norm = config.n_head, config.qk_norm
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.transport = LayerTransport(config.pos, config.n_embd, config.n_head, config.sigma)
+        self.transport = Transport(config, shared=False)
 
-    def forward(self, x, shared, cache=None):
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)   # each (B, H, T, d)
+    def inputs(self, x, idx, shared, past=None):
+        """What `attend` takes: q, k, v (B, H, T, d), the transport of keys, that of values, and the key bias."""
+        q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
         if self.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        y = self.transport(q, k, v, x, shared, cache)                                   # (B, H, T, d)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        transport, key_bias = self.transport(idx, x, past, shared)
+        return q, k, v, transport, transport if self.transport.values else None, key_bias
+
+    def forward(self, x, idx, shared, past=None):
+        y = attend(*self.inputs(x, idx, shared, past), past)    # (B, H, T, d)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -62,99 +74,121 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=False)
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(config.n_embd, 4 * config.n_embd, bias=False), nn.GELU(),
-                                 nn.Linear(4 * config.n_embd, config.n_embd, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(config.n_embd, 4 * config.n_embd, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * config.n_embd, config.n_embd, bias=False),
+        )
 
-    def forward(self, x, shared, cache=None):
-        x = x + self.attn(self.ln_1(x), shared, cache)
+    def forward(self, x, idx, shared, past=None):
+        x = x + self.attn(self.ln_1(x), idx, shared, past)
         return x + self.mlp(self.ln_2(x))
-
-
-def in_chunks(f, x, y, rows):
-    """f of `rows` rows of x and y at a time, joined."""
-    return torch.cat([f(x[i:i + rows], y[i:i + rows]) for i in range(0, len(y), rows)])
-
-
-in_chunks_not_compiled = torch.compiler.disable(in_chunks)   # torch.compile would unroll the loop, anew for every length
 
 
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.transport = SharedTransport(config.pos, config.vocab_size, config.n_head, config.n_embd // config.n_head,
-                                         config.sigma, config.rope_base)
+        self.n_ids = config.vocab_size                      # ids that `generate` may draw: those of the data
+        rows = -(-config.vocab_size // 64) * 64             # a multiple of 64 is faster
+        self.wte = nn.Embedding(rows, config.n_embd)
+        self.transport = Transport(config, shared=True)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=False)
-        std = 0.02 * math.sqrt(768 / config.n_embd)         # GPT-2's 0.02 at its width; fan-in scaling at others
-        for name, module in self.named_modules():           # residual projections smaller, transport as it says
+        self.init_weights()
+
+    def init_weights(self):
+        """GPT-2's 0.02 at its width, fan-in scaling at others; smaller on residual projections; transport as it says."""
+        std = 0.02 * math.sqrt(768 / self.config.n_embd)
+        for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 residual = name.endswith(("c_proj", "mlp.2"))
-                nn.init.normal_(module.weight, std=std / math.sqrt(2 * config.n_layer) if residual else std)
+                nn.init.normal_(module.weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
         for module in self.modules():
-            for name, std in getattr(module, "init_std", {}).items():
-                nn.init.normal_(getattr(module, name).weight, std=std)
+            if module is not self and hasattr(module, "init_weights"):
+                module.init_weights()
 
     def num_params(self):
         """-> (all parameters, those of the positional scheme). Frozen angle tables are buffers and do not count."""
         sizes = {name: p.numel() for name, p in self.named_parameters()}
         return sum(sizes.values()), sum(n for name, n in sizes.items() if is_positional(name))
 
-    def hidden(self, idx, cache=None):
-        """Token ids (B, T) -> final normalised hidden states (B, T, C).
-
-        cache from `new_cache`: idx are the tokens that follow those it holds, any number at first, then one at a time.
-        """
-        x = self.wte(idx)
-        *layers, shared_cache = cache or [None] * (len(self.h) + 1)
-        shared = self.transport(idx, torch.promote_types(x.dtype, torch.float32), shared_cache)
-        for block, layer_cache in zip(self.h, layers):
-            x = block(x, shared, layer_cache)
-        return self.ln_f(x)
-
-    def new_cache(self):
-        """An empty cache: a dict per layer (transported keys and values, running transport) and one for the shared transport."""
+    def new_past(self):
+        """What `hidden` and `forward` fill with keys, values and the state of transports: a dict a layer and a shared one."""
         return [{} for _ in range(len(self.h) + 1)]
+
+    def hidden(self, idx, past=None):
+        """Token ids (B, T) -> final normalised hidden states (B, T, C). With a past, idx go on from the tokens it holds.
+
+        Raises ValueError, before the past is touched, if there are no tokens or their batch is another than the past's.
+        """
+        held = past[0]["k"].size(0) if past and past[0] else None
+        if idx.dim() != 2 or not idx.numel() or held not in (None, idx.size(0)):
+            raise ValueError(f"token ids must be (B, T), at least one{f', B = {held}' if held else ''}; got {tuple(idx.shape)}")
+
+        x = self.wte(idx)
+        *layers, shared_past = past or [None] * (len(self.h) + 1)
+        shared = self.transport(idx, x, shared_past)
+        for block, layer_past in zip(self.h, layers):
+            x = block(x, idx, shared, layer_past)
+        return self.ln_f(x)
 
     def nll(self, idx, targets):
         """Negative log-likelihood (nats) of every target: idx, targets (B, T) -> (B, T), float32 or wider.
 
-        Logits exist for LOGITS_AT_ONCE // vocab_size rows at a time, also in training, where later chunks are recomputed.
+        Logits exist for LOGITS_AT_ONCE // rows of the embedding at a time, also in training, where later chunks are recomputed.
         """
         x, y = self.hidden(idx).flatten(0, 1), targets.flatten()
-        rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        rows = max(1, LOGITS_AT_ONCE // self.wte.num_embeddings)
         if len(y) <= rows:
-            nll = self._chunk_nll(x, y)
+            nll = self.rows_nll(x, y)
         elif torch.is_grad_enabled():
-            nll = in_chunks(lambda *a: checkpoint(self._chunk_nll, *a, use_reentrant=False), x, y, rows)
+            nll = in_pieces(lambda *a: checkpoint(self.rows_nll, *a, use_reentrant=False), x, y, rows)
         else:
-            nll = in_chunks_not_compiled(self._chunk_nll, x, y, rows)
+            nll = in_pieces_not_compiled(self.rows_nll, x, y, rows)
         return nll.view(targets.shape)
 
-    def _chunk_nll(self, x, y):
+    def rows_nll(self, x, y):
         logits = F.linear(x, self.wte.weight)
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y, reduction="none")
 
-    def forward(self, idx, targets=None, cache=None):
+    def forward(self, idx, targets=None, past=None):
         """idx (B, T) -> (logits, loss): with targets (None, mean loss), without (logits of the last position (B, 1, V), None)."""
         if targets is not None:
             return None, self.nll(idx, targets).mean()
-        return F.linear(self.hidden(idx, cache)[:, -1:], self.wte.weight), None
+        return F.linear(self.hidden(idx, past)[:, -1:], self.wte.weight), None
 
     @torch.no_grad()
-    def generate(self, idx, n, temperature=1.0, top_k=None):
-        """Append n sampled tokens to idx (B, T) -> (B, T + n), O(T) work a token. temperature 0 takes the likeliest token."""
-        cache, new = self.new_cache(), idx
+    def generate(self, idx, n, temperature=1.0, top_k=0):
+        """Append n sampled tokens to idx (B, T) -> (B, T + n), O(T) work a token. Ids beyond the data's are never drawn.
+
+        temperature 0 takes the likeliest token; top_k 0 is off. Raises ValueError on an empty prompt or a number below zero.
+        """
+        if n < 0 or top_k < 0 or not 0 <= temperature < math.inf:
+            raise ValueError(f"n {n}, top_k {top_k} and temperature {temperature} must be finite and not negative")
+
+        past, new = self.new_past(), idx
         for _ in range(n):
-            logits = self(new, cache=cache)[0][:, -1].float()
-            if top_k is not None:
-                logits[logits < logits.topk(min(top_k, logits.size(-1))).values[:, -1:]] = -math.inf
-            new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1) if temperature > 0 else logits.argmax(-1, keepdim=True)
+            logits = self(new, past=past)[0][:, -1, :self.n_ids].float()
+            if top_k:
+                least = logits.topk(min(top_k, self.n_ids)).values[:, -1:]
+                logits[logits < least] = -math.inf
+            if temperature > 0:
+                new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
+            else:
+                new = logits.argmax(-1, keepdim=True)
             idx = torch.cat((idx, new), dim=1)
         return idx
+
+
+def in_pieces(f, x, y, rows):
+    """f of `rows` rows of x and y at a time, joined."""
+    return torch.cat([f(x[i:i + rows], y[i:i + rows]) for i in range(0, len(y), rows)])
+
+
+in_pieces_not_compiled = torch.compiler.disable(in_pieces)  # torch.compile would unroll the loop, anew for every length
 
 
 def is_positional(name):
@@ -171,12 +205,17 @@ def load_model(path, device="cpu"):
         saved = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no checkpoint at {path}: train one with train.py --out_dir {Path(path).parent}")
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as e:
-        raise ValueError(f"{path} is not a readable checkpoint ({str(e).splitlines()[0][:120]})")
+    except (RuntimeError, EOFError, OSError, ValueError, LookupError, pickle.UnpicklingError, zipfile.BadZipFile) as e:
+        raise ValueError(f"{path} is not a readable checkpoint ({first_line(e)})")
     try:
         model = GPT(GPTConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
-        saved["train_config"], saved["step"]
-    except (KeyError, TypeError, RuntimeError) as e:
-        raise ValueError(f"{path} is not a checkpoint of this model ({str(e).splitlines()[0][:120]})")
+        model.n_ids = saved["vocab_size"]
+        saved["train_config"]["block_size"], saved["iter_num"], saved["encoding"]
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+        raise ValueError(f"{path} is not a checkpoint of this model ({first_line(e)})")
     return model.to(device).eval(), saved
+
+
+def first_line(error):
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
