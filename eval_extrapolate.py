@@ -209,7 +209,7 @@ def evaluate(run, args):
         "device": f"{ranks()[1]} x {device_name(args.device)}", "torch": torch.__version__, "rows": [],
     }
     print0(f"\n{run.name}: {model.config.pos}, iter {saved['iter_num']:,}, trained at {block_size:,}")
-    print0(f"{folder}: {count} x {longest:,} of {len(val):,} tokens; perplexity {result['unit']}; "
+    print0(f"{folder}: {count} stretches of {longest:,} from {len(val):,} tokens; perplexity {result['unit']}; "
            f"{args.dtype} on {result['device']}")
 
     possible = [length for length in lengths if length <= longest]
@@ -335,7 +335,7 @@ def plot(results):
         label = result["pos"]
         if sum(other["pos"] == label for other in curves) > 1:
             label = result["run"]
-        if None in [row["log_ratio"] for row in result["rows"] if row["tokens"]]:
+        if len(line) < sum(row["tokens"] > 0 for row in by_context(result, "last").values()):
             label += " (else not finite)"
         ends.append((line[max(line)], max(line), label, look["color"]))
     if band:
