@@ -209,8 +209,8 @@ def evaluate(run, args):
         "device": f"{ranks()[1]} x {device_name(args.device)}", "torch": torch.__version__, "rows": [],
     }
     print0(f"\n{run.name}: {model.config.pos}, iter {saved['iter_num']:,}, trained at {block_size:,}")
-    print0(f"{folder}: {count} stretches of {longest:,} from {len(val):,} tokens; perplexity {result['unit']}; "
-           f"{args.dtype} on {result['device']}")
+    print0(f"{folder}: {count} stretches of {longest:,} from {len(val):,} tokens; "
+           f"perplexity {result['unit']}; {args.dtype} on {result['device']}")
 
     possible = [length for length in lengths if length <= longest]
     progress = Progress(model, run.name, [(count * longest, length) for length in possible])

@@ -176,6 +176,10 @@ def long_table(results, protocol):
     return ratio_table(results, [(f"{length:,}", protocol, length) for length in lengths])
 
 
+def signed(mean, error):
+    return f"{mean:+.3f} ± {error:.3f}" if math.isfinite(mean) else "not finite"
+
+
 def carried_table(results, protocol):
     """What carrying values does to the same scheme: `_qkv` minus `_qk`, paired."""
     base = results[0]["train_context"]
@@ -189,8 +193,7 @@ def carried_table(results, protocol):
             continue
         pairs = [paired(result, plain, protocol, base)]
         pairs += [paired(result, plain, protocol, length, base) for length in lengths]
-        cells = [f"{mean:+.3f} ± {error:.3f}" if math.isfinite(mean) else "not finite" for mean, error in pairs]
-        rows.append([title(result), *cells])
+        rows.append([title(result), *(signed(*pair) for pair in pairs)])
     return markdown(["scheme", f"loss at {base:,}", *(f"log ratio at {n:,}" for n in lengths)], rows)
 
 
