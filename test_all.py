@@ -1933,7 +1933,7 @@ def run_eval(run, monkeypatch, stub, corpus, *flags, encoding="bytes", block_siz
     run.mkdir(exist_ok=True)
     (run / "ckpt.pt").write_text(f"checkpoint {iter_num}")
     train_config = {"block_size": block_size, "data": str(corpus), "seed": 1}
-    saved = {"iter_num": iter_num, "train_config": train_config, "encoding": encoding}
+    saved = {"iter_num": iter_num, "train_config": train_config, "encoding": encoding, "vocab_size": 64}
     monkeypatch.setattr(eval_extrapolate, "load_model", lambda path, device: (stub, saved))
     eval_extrapolate.main([str(run), *map(str, flags)])
     return json.loads((run / "extrapolate.json").read_text())
@@ -2058,7 +2058,7 @@ def test_a_loss_that_is_not_finite_is_said(corpus, tmp_path, monkeypatch, capsys
 
 
 def test_perplexities_of_different_units_never_share_a_column(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(data, "check_encoding", lambda folder, encoding: None)
+    monkeypatch.setattr(data, "check_encoding", lambda *what: None)
     results = []
     for name, encoding, flags in (("a", "bytes", ()), ("b", "gpt2", ("--stretches", 1)), ("c", "bytes", ())):
         flags, stub = ("--lengths", "64", *flags), Stub(loss_table())
