@@ -1,8 +1,8 @@
 """Train a decoder under one positional scheme:  python train.py --pos accum_qkv
 
-Runs on a bare laptop (preset tiny: the standard library as bytes, a few minutes on two cores), on CUDA, and on
-several processes under torchrun. Every field of GPTConfig and TrainConfig is a flag; a preset sets several at once,
-and flags given by hand win. --resume continues a run exactly.
+Runs on a bare laptop (preset tiny: the standard library as bytes, a few minutes on two cores), on CUDA,
+and on several ranks under torchrun. Every field of GPTConfig and TrainConfig is a flag; a preset sets several at once,
+flags given by hand win. --resume continues a run exactly.
 """
 import argparse
 import json
@@ -40,8 +40,8 @@ PRESETS = {
         gradient_accumulation_steps=16, max_tokens=3e9, eval_iters=100,
         learning_rate=6e-4, min_lr=6e-5, warmup_iters=500),
 }
-# Peak TFLOP/s in bfloat16, dense, from the data sheets. The key is the whole name that torch.cuda.get_device_name
-# gives, less "NVIDIA ": a device of another name (a laptop's, a slice of one) shows no MFU rather than a wrong one.
+# Dense bfloat16 peak in TFLOP/s, from the data sheets, by the whole name that torch.cuda.get_device_name gives,
+# less "NVIDIA ". A device of another name (a laptop's, a slice of one) shows no MFU rather than a wrong one.
 PEAK_TFLOPS = {
     "B200": 2250, "GH200 480GB": 989, "H200": 989, "H200 NVL": 835, "H800": 989, "H800 PCIe": 756,
     "H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835, "L40S": 362, "L40": 181, "L4": 121,
@@ -51,12 +51,12 @@ PEAK_TFLOPS = {
 EVAL_SEED, EVAL_BATCH = 2 ** 32 - 1, 16      # validation is the same whatever a run's seed and micro-batches
 
 
-# -------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Configuration
 
 @dataclass
 class TrainConfig:
-    preset: str = option("auto", "tiny, small or paper; auto is paper on CUDA with OpenWebText prepared, else tiny")
+    preset: str = option("auto", "tiny, small, paper; auto is paper on CUDA with OpenWebText prepared, else tiny")
     data: str = option("stdlib", "data set: a name under data/, or a folder with train.bin and val.bin")
     out_dir: str = option("", "where checkpoint and log go (empty: out/PRESET-POS, for other seeds -seedN)")
     block_size: int = option(256, "training context in tokens; nothing in the model is sized by it")
@@ -76,12 +76,13 @@ class TrainConfig:
     log_interval: int = option(10, "iters between log lines")
     seed: int = option(1, "of initial weights, of random angle tables and of the order of the data")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is one")
-    dtype: str = option("auto", "bfloat16 (autocast) or float32; auto is bfloat16 where the device is fast at it")
+    dtype: str = option("auto", "bfloat16 (autocast), float32; auto is bfloat16 where the device is fast at it")
     compile: bool = option(None, "torch.compile; default on CUDA only")
 
     def __post_init__(self):
         types = {str: [str], int: [int], float: [float, int], bool: [bool, type(None)]}
-        from_one = ("block_size", "batch_size", "gradient_accumulation_steps", "max_iters", "eval_iters", "log_interval")
+        from_one = ("block_size", "batch_size", "gradient_accumulation_steps", "max_iters", "eval_iters",
+                    "log_interval")
         for f in fields(self):
             value, low = getattr(self, f.name), int(f.name in from_one)
             if type(value) not in types[f.type]:
@@ -91,7 +92,8 @@ class TrainConfig:
         if max(self.beta1, self.beta2) >= 1:
             raise ValueError(f"beta1 and beta2 must be less than 1, got {self.beta1} and {self.beta2}")
         if self.learning_rate == 0 or self.min_lr > self.learning_rate:
-            raise ValueError(f"learning_rate {self.learning_rate} must be above 0 and not below min_lr {self.min_lr}")
+            raise ValueError(f"learning_rate must be above 0 and at least min_lr {self.min_lr}, "
+                             f"got {self.learning_rate}")
         if self.max_tokens:
             tokens_per_iter = self.batch_size * self.gradient_accumulation_steps * self.block_size
             self.max_iters = math.ceil(self.max_tokens / tokens_per_iter)
@@ -105,7 +107,7 @@ def parse_args(argv=None):
         epilog=f"schemes for --pos (ROTATION, BIAS or ROTATION+BIAS):\n{schemes}")
     parser.add_argument(
         "--resume", action="store_true",
-        help="continue the run in --out_dir; flags given with it hold from there on, but its model and seed stay")
+        help="continue the run in --out_dir; flags given with it hold from there on, its model and seed stay")
     for cls in (GPTConfig, TrainConfig):
         group = parser.add_argument_group(cls.__name__)
         for f in fields(cls):
@@ -132,7 +134,8 @@ def parse_args(argv=None):
 
 def configs(values):
     """-> GPTConfig and TrainConfig with these values, defaults for the others."""
-    return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in (GPTConfig, TrainConfig)]
+    names = {cls: [f.name for f in fields(cls) if f.name in values] for cls in (GPTConfig, TrainConfig)}
+    return [cls(**{name: values[name] for name in names[cls]}) for cls in names]
 
 
 def resumed_values(given, saved, ckpt):
@@ -148,24 +151,23 @@ def resumed_values(given, saved, ckpt):
     old = saved["model_config"] | saved["train_config"]
     for name in [*saved["model_config"], "seed"]:
         if given.get(name, old[name]) != old[name]:
-            raise ValueError(f"{ckpt} was trained with {name} {old[name]}, not {given[name]}; leave --{name} out, "
-                             "or choose another --out_dir")
+            raise ValueError(f"{ckpt} was trained with {name} {old[name]}, not {given[name]}: leave --{name} "
+                             "out, or choose another --out_dir")
     return old | given
 
 
-# -------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Device and ranks
 
 def pick_device(name):
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"unknown device {name}: cpu, cuda or cuda:N")
     try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device {name} does not work on this machine: {str(e).partition(chr(10))[0]}")
-    return name
+        if torch.zeros(1, device=name).device.type in ("cpu", "cuda"):
+            return name
+    except (RuntimeError, AssertionError):                   # no such device here
+        pass
+    raise ValueError(f"--device {name} cannot be used here: cpu, or, on a machine that has it, cuda or cuda:N")
 
 
 def pick_dtype(name, device):
@@ -174,7 +176,7 @@ def pick_dtype(name, device):
         raise ValueError(f"unknown dtype {name}: auto, bfloat16 or float32")
     if name != "auto":
         return getattr(torch, name)
-    if "cuda" in device:
+    if torch.device(device).type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
         checks = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
@@ -189,7 +191,9 @@ def autocast(device, dtype):
 
 def device_name(device):
     """What a run was measured on, in words."""
-    return torch.cuda.get_device_name(device) if "cuda" in device else f"CPU, {torch.get_num_threads()} threads"
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def can_compile(device):
@@ -235,18 +239,18 @@ def over_ranks(value):
 
 
 def leave_ranks(code=0):
-    """Under torchrun, end this rank when all are done, but leave gloo's threads: tearing them down aborts one in ten."""
+    """Under torchrun, end this rank when all are done, without ending gloo's threads: one time in ten that aborts."""
     if ranks()[1] > 1:
         dist.barrier()
         sys.stdout.flush()
         os._exit(code)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Optimizer, schedule, speed
 
 def make_optimizer(model, config):
-    """Fused AdamW. Weight decay on matrices only, and not on positional parameters: it would pull angles to zero."""
+    """Fused AdamW. Weight decay on matrices, but not on positional parameters: it would pull angles to zero."""
     groups = [{"params": [], "weight_decay": config.weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
         plain = parameter.dim() < 2 or is_positional(name)
@@ -268,7 +272,7 @@ def load_moments(optimizer, saved):
             moments["step"].item()
         optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError):
-        raise ValueError("the checkpoint's optimizer state is not that of its model: choose another --out_dir")
+        raise ValueError("the checkpoint's optimizer state does not fit its model: choose another --out_dir")
 
 
 def learning_rate(iter_num, config):
@@ -288,16 +292,16 @@ def flops_per_token(model, block_size):
 
 
 def mfu(model, block_size, tokens_per_second, name):
-    """Model FLOPs utilisation: the fraction used of the peak of a device of this name; None if that is unknown."""
+    """Model FLOPs utilisation: the fraction of the peak of a device of this name; None if that is unknown."""
     peak = PEAK_TFLOPS.get(name.removeprefix("NVIDIA "))
     return tokens_per_second * flops_per_token(model, block_size) / (peak * 1e12) if peak else None
 
 
-# -------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # A run
 
 def open_log(out):
-    """The log of a run. It belongs to this process as long as that lives, so that two runs cannot share a folder.
+    """A run's log. It belongs to this process as long as that lives, so that two runs cannot share a folder.
 
     Raises ValueError if another process has it.
     """
@@ -309,7 +313,7 @@ def open_log(out):
         if fcntl:
             fcntl.flock(log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"another training is running in {out}: wait for its end, or choose another --out_dir")
+        raise ValueError(f"another training runs in {out}: wait for its end, or choose another --out_dir")
     except OSError:
         pass                                                 # a file system that has no locks
     return log_file
@@ -335,23 +339,22 @@ class Run:
     """A training run: what it holds, and what is done with it."""
 
     def __init__(self, argv=None):
-        """From flags, or from a checkpoint and flags. Bad input raises ValueError or OSError, with no file changed."""
+        """From flags and, with --resume, a checkpoint. Bad input raises ValueError or OSError; no file is changed."""
         values, given, resume = parse_args(argv)
         self.out = Path(values["out_dir"])
         self.ckpt = ckpt = self.out / "ckpt.pt"
-        self.iter_num, self.best_val_loss, self.log_file = 0, None, None
-        saved = None
+        self.iter_num, self.best_val_loss, self.log_file, saved = 0, None, None, None
         if ckpt.exists():
             if not resume:
                 raise ValueError(f"{ckpt} exists: --resume continues it; choose another --out_dir, or delete it")
-            self.log_file = open_log(self.out)               # first of all: while another run has it, ckpt may change
+            self.log_file = open_log(self.out)               # before reading ckpt, which another run may change
         if resume:
             model, saved = load_model(ckpt)
             values = resumed_values(given, saved, ckpt) | {"out_dir": values["out_dir"]}
             self.iter_num, self.best_val_loss = saved["iter_num"], saved["best_val_loss"]
 
         self.model_config, self.config = configs(values)
-        self.join()
+        self.find_device()
         self.open_data(saved, values.get("vocab_size"))
         if not resume:
             torch.manual_seed(self.config.seed)
@@ -362,20 +365,19 @@ class Run:
             load_moments(self.optimizer, saved["optimizer"])
         self.log_file = self.log_file or open_log(self.out)
 
-    def join(self):
-        """Find this rank's device and its part of the work."""
-        config = self.config
-        world_size = ranks()[1]
-        self.sequences = config.batch_size * config.gradient_accumulation_steps      # of an iter, over all ranks
+    def find_device(self):
+        """Join the other ranks. An iter's sequences are those of all ranks."""
+        config, world_size = self.config, ranks()[1]
+        self.sequences = config.batch_size * config.gradient_accumulation_steps
         if self.sequences % world_size:
-            raise ValueError(f"{config.batch_size} x {config.gradient_accumulation_steps} sequences per iter cannot "
-                             f"be shared by {world_size} ranks")
+            raise ValueError(f"{config.batch_size} x {config.gradient_accumulation_steps} sequences per iter "
+                             f"cannot be shared by {world_size} ranks")
         self.device, self.rank, self.world_size = join_ranks(config.device)
         self.dtype = pick_dtype(config.dtype, self.device)
         self.ctx = autocast(self.device, self.dtype)
 
     def open_data(self, saved, vocab_size):
-        """saved: the checkpoint, if any. vocab_size: of the model, where it is settled; else it is the data's."""
+        """saved: the checkpoint, if any. vocab_size: the model's, if that is settled; else it is the data's."""
         config = self.config
         if self.rank == 0:
             data.find(config.data)                           # one rank prepares the default corpus
@@ -394,12 +396,12 @@ class Run:
     def start(self):
         """Compile, wrap, and go on with the log: what it holds from after the checkpoint is dropped."""
         config, device, on_cuda = self.config, self.device, "cuda" in self.device
-        # TF32 for a float32 run; under bfloat16 autocast only the transport multiplies in float32, and needs the bits
+        # TF32 for a float32 run; under autocast only the transport multiplies in float32, and it needs the bits
         torch.set_float32_matmul_precision("high" if self.dtype == torch.float32 else "highest")
         compiled = (on_cuda if config.compile is None else config.compile) and can_compile(device)
         self.model = torch.compile(self.raw_model) if compiled else self.raw_model
         if self.world_size > 1:
-            torch._dynamo.config.optimize_ddp = False        # older releases cannot split the checkpointed loss
+            torch._dynamo.config.optimize_ddp = False        # older releases cannot split a checkpointed loss
             self.model = DistributedDataParallel(self.model, device_ids=[device] if on_cuda else None)
         self.latest = torch.zeros(3, device=device)          # iter, loss and gradient norm
         self.loss_sum = torch.zeros((), device=device)
@@ -414,8 +416,9 @@ class Run:
         total, positional = self.raw_model.num_params()
         self.where = device_name(device)
         how = f"{self.world_size} x {self.where}, {str(self.dtype)[6:]}{', compiled' if compiled else ''}"
-        print0(f"{self.model_config.pos}: {total:,} parameters ({positional:,} positional), {self.folder} -> {self.out}")
-        print0(f"{how}: {config.max_iters:,} iters of {self.sequences * config.block_size:,} tokens")
+        print0(f"{self.model_config.pos}: {total:,} parameters ({positional:,} positional) on {how}")
+        print0(f"{self.folder} -> {self.out}: {self.sequences * config.block_size:,} tokens per iter, "
+               f"context {config.block_size}")
         self.log(iter_num=self.iter_num, model_config=asdict(self.model_config), train_config=asdict(config),
                  params=total, device=how, torch=torch.__version__)
 
@@ -431,7 +434,7 @@ class Run:
     def update(self, loss, lr):
         """One AdamW update with the gradients there are; the host does not wait for it.
 
-        From the first loss or gradient on that is not finite, the device skips every update (found_inf is AdamW's
+        From the first loss or gradient that is not finite, the device skips every update (found_inf is AdamW's
         own switch for that), and self.latest stays at the culprit, for check() to find.
         """
         optimizer = self.optimizer
@@ -449,7 +452,7 @@ class Run:
         optimizer.zero_grad(set_to_none=True)
 
     def check(self):
-        """Wait for the device. -> the latest gradient norm. Raises ArithmeticError if a number was not finite."""
+        """Wait for the device -> the latest gradient norm. Raises ArithmeticError if one was not finite."""
         iter_num, loss, norm = self.latest.tolist()
         if not math.isfinite(loss + norm):
             raise ArithmeticError(f"the loss at iter {iter_num:,.0f} is {loss}, its gradient norm {norm}")
@@ -464,8 +467,9 @@ class Run:
         rate = self.sequences * self.config.block_size / seconds
         used = mfu(self.raw_model, self.config.block_size, rate / self.world_size, self.where)
         eta = data.clock(seconds * (max_iters - done))
+        mfu_text = f"MFU {used:.1%} | " if used else ""
         print0(f"iter {done:,}/{max_iters:,} ({done / max_iters:.0%}) | loss {loss:.4f} | lr {lr:.1e} | "
-               f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s | {f'MFU {used:.1%} | ' if used else ''}ETA {eta}")
+               f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s | {mfu_text}ETA {eta}")
         self.log(iter_num=done, loss=loss, lr=lr, grad_norm=norm, ms=1000 * seconds, tokens_per_second=rate)
         self.loss_sum.zero_()
         self.timed, self.started = done, time.perf_counter()
@@ -473,10 +477,10 @@ class Run:
     @torch.no_grad()
     def validate(self):
         """-> mean loss (nats per token) over eval_iters fixed batches, shared out over ranks."""
-        config = self.config
+        config, tokens = self.config, self.val_tokens
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i in range(self.rank, config.eval_iters, self.world_size):
-            arrays = data.batch(self.val_tokens, i, EVAL_SEED, batch_size=EVAL_BATCH, block_size=config.block_size)
+            arrays = data.batch(tokens, i, EVAL_SEED, batch_size=EVAL_BATCH, block_size=config.block_size)
             with self.ctx:
                 total += self.raw_model(*to_device(arrays, self.device))[1]
         return over_ranks(total.item()) / config.eval_iters
@@ -491,7 +495,8 @@ class Run:
         self.best_val_loss = min(loss, self.best_val_loss or loss)
         self.save()
         perplexity = math.exp(min(loss, 700))
-        print0(f"iter {self.iter_num:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f}, saved {self.ckpt}")
+        print0(f"iter {self.iter_num:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f}, "
+               f"saved {self.ckpt}")
         self.log(iter_num=self.iter_num, val_loss=loss, best_val_loss=self.best_val_loss)
         self.started += time.perf_counter() - paused
 
@@ -523,7 +528,7 @@ def catch_signals():
     return caught
 
 
-# -------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # The training loop
 
 def train(run):
