@@ -1,8 +1,8 @@
 """Train a decoder under one positional scheme:  python train.py --pos accum_qkv
 
-Runs on a bare laptop (preset tiny: the standard library as bytes, a few minutes on two cores), on CUDA,
-and on several ranks under torchrun. Every field of GPTConfig and TrainConfig is a flag; a preset sets several at once,
-flags given by hand win. --resume continues a run exactly.
+Runs on a bare laptop (preset tiny: bytes of the standard library, a few minutes on two cores), on CUDA, and
+on several ranks under torchrun. Every field of GPTConfig and TrainConfig is a flag; a preset sets several at
+once, flags given by hand win. --resume continues a run exactly.
 """
 import argparse
 import json
@@ -40,8 +40,8 @@ PRESETS = {
         gradient_accumulation_steps=16, max_tokens=3e9, eval_iters=100,
         learning_rate=6e-4, min_lr=6e-5, warmup_iters=500),
 }
-# Dense bfloat16 peak in TFLOP/s, from the data sheets, by the whole name that torch.cuda.get_device_name gives,
-# less "NVIDIA ". A device of another name (a laptop's, a slice of one) shows no MFU rather than a wrong one.
+# Dense bfloat16 peak in TFLOP/s, from the data sheets, by the whole name torch.cuda.get_device_name gives
+# but for "NVIDIA ". A device of another name (a laptop, a slice of one) shows no MFU rather than a wrong one.
 PEAK_TFLOPS = {
     "B200": 2250, "GH200 480GB": 989, "H200": 989, "H200 NVL": 835, "H800": 989, "H800 PCIe": 756,
     "H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835, "L40S": 362, "L40": 181, "L4": 121,
@@ -56,7 +56,7 @@ EVAL_SEED, EVAL_BATCH = 2 ** 32 - 1, 16      # validation is the same whatever a
 
 @dataclass
 class TrainConfig:
-    preset: str = option("auto", "tiny, small, paper; auto is paper on CUDA with OpenWebText prepared, else tiny")
+    preset: str = option("auto", "tiny, small, paper; auto is paper with CUDA and OpenWebText, else tiny")
     data: str = option("stdlib", "data set: a name under data/, or a folder with train.bin and val.bin")
     out_dir: str = option("", "where checkpoint and log go (empty: out/PRESET-POS, for other seeds -seedN)")
     block_size: int = option(256, "training context in tokens; nothing in the model is sized by it")
@@ -76,7 +76,7 @@ class TrainConfig:
     log_interval: int = option(10, "iters between log lines")
     seed: int = option(1, "of initial weights, of random angle tables and of the order of the data")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is one")
-    dtype: str = option("auto", "bfloat16 (autocast), float32; auto is bfloat16 where the device is fast at it")
+    dtype: str = option("auto", "bfloat16 (autocast), float32; auto is bfloat16 where that is fast")
     compile: bool = option(None, "torch.compile; default on CUDA only")
 
     def __post_init__(self):
@@ -167,7 +167,7 @@ def pick_device(name):
             return name
     except (RuntimeError, AssertionError):                   # no such device here
         pass
-    raise ValueError(f"--device {name} cannot be used here: cpu, or, on a machine that has it, cuda or cuda:N")
+    raise ValueError(f"--device {name} cannot be used here: cpu, or, where there is one, cuda or cuda:N")
 
 
 def pick_dtype(name, device):
@@ -239,7 +239,7 @@ def over_ranks(value):
 
 
 def leave_ranks(code=0):
-    """Under torchrun, end this rank when all are done, without ending gloo's threads: one time in ten that aborts."""
+    """Under torchrun, end this rank when all are done; not gloo's threads, which abort one time in ten."""
     if ranks()[1] > 1:
         dist.barrier()
         sys.stdout.flush()
@@ -250,7 +250,7 @@ def leave_ranks(code=0):
 # Optimizer, schedule, speed
 
 def make_optimizer(model, config):
-    """Fused AdamW. Weight decay on matrices, but not on positional parameters: it would pull angles to zero."""
+    """Fused AdamW. Matrices decay, but no positional parameters: that would pull angles to zero."""
     groups = [{"params": [], "weight_decay": config.weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
         plain = parameter.dim() < 2 or is_positional(name)
@@ -339,15 +339,15 @@ class Run:
     """A training run: what it holds, and what is done with it."""
 
     def __init__(self, argv=None):
-        """From flags and, with --resume, a checkpoint. Bad input raises ValueError or OSError; no file is changed."""
+        """From flags and, with --resume, a checkpoint. Bad input: ValueError or OSError, no file changed."""
         values, given, resume = parse_args(argv)
         self.out = Path(values["out_dir"])
         self.ckpt = ckpt = self.out / "ckpt.pt"
         self.iter_num, self.best_val_loss, self.log_file, saved = 0, None, None, None
         if ckpt.exists():
             if not resume:
-                raise ValueError(f"{ckpt} exists: --resume continues it; choose another --out_dir, or delete it")
-            self.log_file = open_log(self.out)               # before reading ckpt, which another run may change
+                raise ValueError(f"{ckpt} exists: --resume continues it; or choose another --out_dir")
+            self.log_file = open_log(self.out)               # before ckpt is read: another run may change it
         if resume:
             model, saved = load_model(ckpt)
             values = resumed_values(given, saved, ckpt) | {"out_dir": values["out_dir"]}
@@ -377,7 +377,7 @@ class Run:
         self.ctx = autocast(self.device, self.dtype)
 
     def open_data(self, saved, vocab_size):
-        """saved: the checkpoint, if any. vocab_size: the model's, if that is settled; else it is the data's."""
+        """saved: the checkpoint, if any. vocab_size: the model's, if settled; else it is the data's."""
         config = self.config
         if self.rank == 0:
             data.find(config.data)                           # one rank prepares the default corpus
@@ -388,7 +388,7 @@ class Run:
             data.check_encoding(folder, saved["encoding"], saved["vocab_size"])
         vocab_size = vocab_size or self.vocab_size
         if vocab_size < self.vocab_size:
-            raise ValueError(f"{folder} has {self.vocab_size:,} token ids, more than vocab_size {vocab_size:,}")
+            raise ValueError(f"{folder} has {self.vocab_size} token ids, more than vocab_size {vocab_size}")
         self.model_config = replace(self.model_config, vocab_size=vocab_size)
         self.train_tokens = data.load(folder, "train", config.block_size + 1, self.vocab_size)
         self.val_tokens = data.load(folder, "val", config.block_size + 1, self.vocab_size)
@@ -396,7 +396,7 @@ class Run:
     def start(self):
         """Compile, wrap, and go on with the log: what it holds from after the checkpoint is dropped."""
         config, device, on_cuda = self.config, self.device, "cuda" in self.device
-        # TF32 for a float32 run; under autocast only the transport multiplies in float32, and it needs the bits
+        # TF32 for a float32 run; under autocast only the transport multiplies in float32, and needs the bits
         torch.set_float32_matmul_precision("high" if self.dtype == torch.float32 else "highest")
         compiled = (on_cuda if config.compile is None else config.compile) and can_compile(device)
         self.model = torch.compile(self.raw_model) if compiled else self.raw_model
@@ -434,8 +434,8 @@ class Run:
     def update(self, loss, lr):
         """One AdamW update with the gradients there are; the host does not wait for it.
 
-        From the first loss or gradient that is not finite, the device skips every update (found_inf is AdamW's
-        own switch for that), and self.latest stays at the culprit, for check() to find.
+        From the first loss or gradient that is not finite on, the device skips all updates (found_inf is
+        AdamW's own switch for that), and self.latest stays at the culprit, for check() to find.
         """
         optimizer = self.optimizer
         if self.world_size > 1:
