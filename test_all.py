@@ -922,15 +922,24 @@ def gpt2_or_skip():
         pytest.skip("the GPT-2 vocabulary: set TIKTOKEN_CACHE_DIR")
 
 
-def prepare(documents, out, *how, **more):
-    """Write a data set as the command line does -> what its meta.json holds."""
-    with data.alone(out):
-        data.prepare(documents, out, *how, **more)
-    return json.loads((out / "meta.json").read_text())
+@pytest.fixture
+def data_py(tmp_path, monkeypatch, capsys):
+    """A function that runs data.py in an empty folder -> exit status, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        monkeypatch.setattr(sys, "argv", ["data.py", *argv])
+        code = 0
+        try:
+            data.main()
+        except SystemExit as e:
+            code = e.code
+        return code, capsys.readouterr().err
+    return run
 
 
-def bins(out):
-    return [np.fromfile(out / f"{split}.bin", np.uint16) for split in ("train", "val")]
+def bins(folder):
+    return [np.fromfile(Path(folder) / f"{split}.bin", np.uint16) for split in ("train", "val")]
 
 
 def documents_of(ids):
@@ -939,65 +948,65 @@ def documents_of(ids):
     return [bytes(part[:-1].astype(np.uint8)) for part in np.split(ids, ends + 1)[:-1]]
 
 
+def letters(n, seed):
+    return np.random.default_rng(seed).integers(97, 123, n).astype(np.uint8).tobytes()
+
+
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def data_py(folder, *argv, **env):
-    return cli(HERE / "data.py", *argv, cwd=folder, **env)
-
-
-WHOLE = ["meta.json", "train.bin", "val.bin"]
-NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
-              "HTTP_PROXY": "http://127.0.0.1:9"}
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def test_byte_encoding_round_trip():
-    tiktoken = pytest.importorskip("tiktoken")
+    pytest.importorskip("tiktoken")
+    text = "naïve 😀 <|endoftext|>\n\t" * 20
     enc = data.encoding("bytes")
     encode, vocab_size = data.encoder("bytes")
-    text = "naïve 😀 <|endoftext|>\n\t" * 20
-    assert isinstance(enc, tiktoken.Encoding)
+    ids, odd = encode([text.encode(), b"\xff\xfe"])
     assert vocab_size == enc.n_vocab == 257
-    ids, literal, odd = encode([text.encode(), b"a<|endoftext|>b", b"\xff\xfe"])
     assert ids.dtype == np.uint16
     assert ids.tolist() == enc.encode_ordinary(text) + [256]
     assert enc.decode(ids[:-1].tolist()) == text
-    assert len(literal) == 16
     assert odd.tolist() == [255, 254, 256]                                 # bytes that are no text
 
 
-@pytest.mark.parametrize("size", [257, 258, 1000, 8192, 50257])
-def test_an_encoding_cut_to_its_first_merges_is_lossless(size):
+@pytest.mark.parametrize("size, length", [(257, 380), (1000, 245), (50257, 135)])      # 380 bytes, 135 uncut
+def test_an_encoding_cut_to_its_first_merges_is_lossless(size, length):
     gpt2_or_skip()
     text = "The naïve 😀 transport: <|endoftext|>\n\n    accumulate(steps) = 123456789\x00" * 5
-    whole = data.encoding("gpt2")
-    enc = data.encoding(f"gpt2:{size}")
+    whole, enc = data.encoding("gpt2"), data.encoding(f"gpt2:{size}")
     encode, vocab_size = data.encoder(f"gpt2:{size}")
     *ids, end = encode([text.encode()])[0].tolist()
     assert vocab_size == enc.n_vocab == size
-    assert end == enc.eot_token == size - 1
-    assert max(ids) < end
-    assert enc.decode(ids) == text
-    for i in ids:
-        assert enc.decode_single_token_bytes(i) == whole.decode_single_token_bytes(i)
-    if size == 257:
-        assert len(ids) == len(text.encode())                              # bytes, no merge
-    if size == 50257:
-        assert ids == whole.encode_ordinary(text)                          # nothing cut
+    assert end == enc.eot_token == size - 1 > max(ids)
+    assert enc.decode(ids) == whole.decode(ids) == text
+    assert len(ids) == length
 
 
-def test_a_cut_encoding_in_use_and_refused(tmp_path):
+@pytest.mark.parametrize("bad", "gpt2:256 gpt2:50258 gpt2: gpt2:-5 bytes:300 klingon".split())
+def test_unknown_encodings_are_refused(data_py, tmp_path, bad):
     gpt2_or_skip()
-    (tmp_path / "t.txt").write_text("Some text to be encoded.\n" * 50)
-    for bad in ("gpt2:256", "gpt2:50258", "gpt2:", "gpt2:-5", "gpt2:1e3", "bytes:300", "klingon:300"):
-        with pytest.raises(ValueError, match=bad):
-            data.encoding(bad)
-    refused(data_py(tmp_path, "t.txt", "--encoding", "gpt2:256"), "gpt2:256", "50257")
-    assert not list(tmp_path.glob("data/*"))
-    assert data_py(tmp_path, "t.txt", "--encoding", "gpt2:1000").returncode == 0
-    assert data.describe(tmp_path / "data/t") == ("gpt2:1000", 1000)
-    data.load(tmp_path / "data/t", "train", 1, 1000)
+    (tmp_path / "t.txt").write_text("Some text. " * 50)
+    refused(data_py("t.txt", "--encoding", bad), bad)
+    assert names(tmp_path) == ["t.txt"]
+
+
+def test_gpt2_encoding_and_the_missing_network(data_py, tmp_path):
+    pytest.importorskip("tiktoken")
+    texts = [letters(50, i).decode() + " a<|endoftext|>b" for i in range(200)]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    none = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
+            "TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
+    result = cli(HERE / "data.py", "t.jsonl", "--encoding", "gpt2", cwd=tmp_path, **none)
+    refused(result, "gpt2", "TIKTOKEN_CACHE_DIR", "--encoding bytes")
+    assert not (tmp_path / "data").exists()
+    gpt2_or_skip()
+    assert data_py("t.jsonl", "--encoding", "gpt2") == (0, "")
+    enc, expected = data.encoding("gpt2"), []
+    for number, text in enumerate(texts, 1):
+        if number == 1 or not data.is_val(f"t.jsonl:{number}"):
+            expected += enc.encode_ordinary(text) + [50256]                # the characters inside are text
+    assert bins("data/t")[0].tolist() == expected
+    assert data.describe("data/t") == ("gpt2", 50257)
 
 
 def test_a_megabyte_of_one_letter_is_encoded():
@@ -1010,392 +1019,179 @@ def test_a_megabyte_of_one_letter_is_encoded():
     assert time.time() - start < 30
 
 
-def hub_texts(n=400):
-    for i in range(n):
-        yield f"document {i}: " + " ".join(str((i * j) % 97) for j in range(1, i % 40))
-
-
 class Hub:
-    """Stands in for Hugging Face `datasets`: a stream of documents that fails at number `fail_at`."""
-    def __init__(self, fail_at=None, failure=None, script=False):
-        self.fail_at, self.failure, self.script = fail_at, failure, script
-        self.read, self.revisions = 0, []
+    """Stands in for Hugging Face `datasets` 4, where OpenWebText has a loading script."""
+    def __init__(self, failure=None):
+        self.texts = [letters(100, i).decode() for i in range(400)]
+        self.failure, self.read = failure, 0
 
-    def load_dataset(self, repo, split, streaming, revision=None):
-        assert (split, streaming) == ("train", True)
-        self.revisions.append(revision)
-        if self.script and revision is None:
+    def load_dataset(self, path, split, streaming, revision=None):
+        assert (path, split, streaming) == (data.OPENWEBTEXT, "train", True)
+        if revision is None:
             raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
+        assert revision == "refs/convert/parquet"
         return self
 
     def __iter__(self):
-        for text in hub_texts():
-            if self.read == self.fail_at:
-                raise self.failure
+        for text in self.texts:
             self.read += 1
             yield {"text": text}
-        yield {"text": None}
+            if self.read == 230 and self.failure:
+                raise self.failure
 
 
-def web(out, hub, monkeypatch, encoding="bytes", tokens=20000, val_tokens=900):
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    return prepare(data.openwebtext_documents("owt"), out, encoding, "owt", tokens, val_tokens, 20)
+OPENWEBTEXT = "openwebtext --encoding bytes --tokens 2e4 --val_tokens 900".split()
 
 
-def hub_sides():
-    """The texts of the hub that are training text, and those that are held out."""
-    held_out = [text.encode() for text in hub_texts() if data.is_val(text, 20)]
-    return [text.encode() for text in hub_texts() if not data.is_val(text, 20)], held_out
-
-
-def test_openwebtext_stops_at_its_bounds_and_splits_by_document(tmp_path, monkeypatch):
+def test_openwebtext_stops_at_its_bounds_and_splits_by_document(data_py, monkeypatch):
     hub = Hub()
-    meta = web(tmp_path / "a", hub, monkeypatch)
-    assert meta["train_tokens"] == 20000
-    assert meta["val_tokens"] <= 900
-    assert meta["documents"] <= hub.read < meta["documents"] + 64 < 400
-    train_ids, val_ids = bins(tmp_path / "a")
-    train_texts, held_out = hub_sides()
-    read = documents_of(train_ids)
-    assert len(read) > 100
-    assert read == train_texts[:len(read)]
-    assert documents_of(val_ids)
-    assert set(documents_of(val_ids)) <= set(held_out)
-    assert names(tmp_path / "a") == WHOLE
-    web(tmp_path / "short", Hub(), monkeypatch, tokens=5000)               # another bound: the same beginning
-    assert (train_ids[:5000] == bins(tmp_path / "short")[0]).all()
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert data_py(*OPENWEBTEXT) == (0, "")
+    assert hub.read < 300
+    train_ids, val_ids = bins("data/openwebtext")
+    assert (len(train_ids), len(val_ids)) == (20000, 900)
+    held_out = [text.encode() for text in hub.texts[1:] if data.is_val(text)]
+    training = [text.encode() for text in hub.texts if text.encode() not in held_out]
+    assert documents_of(train_ids) == training[:198]                       # 101 ids each, the last one cut
+    assert documents_of(val_ids) == held_out[:8]
 
 
-def test_openwebtext_that_ends_early(tmp_path, monkeypatch):
-    meta = web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)
-    train_ids, val_ids = bins(tmp_path / "all")
-    train_texts, held_out = hub_sides()
-    assert documents_of(train_ids) == train_texts
-    assert len(documents_of(val_ids)) == len(held_out) - meta["left_out"]["copies"]
-    assert meta["documents"] == 400
-    assert meta["left_out"]["empty"] == 1                                  # the null at its end
+@pytest.mark.parametrize("failure", [ConnectionError("no route\nto host"), KeyboardInterrupt()])
+def test_openwebtext_interrupted_leaves_nothing(data_py, monkeypatch, failure):
+    monkeypatch.setitem(sys.modules, "datasets", Hub(failure))
+    try:
+        refused(data_py(*OPENWEBTEXT, "--tokens", "1e9"), "cannot be read", "no route")
+    except KeyboardInterrupt:
+        assert isinstance(failure, KeyboardInterrupt)
+    assert names("data") == []
 
 
-@pytest.mark.parametrize("failure", [ConnectionError("the network is down"), KeyboardInterrupt()])
-def test_openwebtext_interrupted_leaves_nothing_and_starts_again(tmp_path, monkeypatch, failure):
-    folder = tmp_path / "broken"
-    for stop in (0, 1, 230):
-        with pytest.raises((ValueError, KeyboardInterrupt)):
-            web(folder, Hub(stop, failure), monkeypatch)
-        assert not folder.exists()
-    web(folder, Hub(), monkeypatch)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises((ValueError, KeyboardInterrupt)):
-        web(folder, Hub(230, failure), monkeypatch, tokens=10 ** 6)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
-def test_openwebtext_killed_leaves_nothing_that_looks_whole(tmp_path, by):
-    """What SIGKILL leaves, the next run overwrites."""
-    texts = [f"document {i}: {i * i}" for i in range(3000)]
-    (tmp_path / "datasets.py").write_text(
-        "import os, pathlib\n"
-        "def load_dataset(*args, **how):\n"
-        f"    for i, text in enumerate({texts}):\n"
-        "        if i == 1500 and not pathlib.Path('again').exists():\n"
-        f"            os.kill(os.getpid(), {int(by)})\n"
-        "        yield {'text': text}\n")
-    command = ["openwebtext", "--encoding", "bytes"]
-    folder = tmp_path / "data/openwebtext"
-    result = data_py(tmp_path, *command, PYTHONPATH=str(tmp_path))
-    if by == signal.SIGTERM:
-        assert result.returncode == 130
-        assert "nothing was written" in result.stderr
-        assert not folder.exists()
-    else:
-        assert result.returncode == -signal.SIGKILL
-        assert names(folder) == ["train.bin.partial", "val.bin.partial"]
-    (tmp_path / "again").touch()
-    assert data_py(tmp_path, *command, PYTHONPATH=str(tmp_path)).returncode == 0
-    assert names(folder) == WHOLE
-    expected = [text.encode() for text in texts if not data.is_val(text, 20)]
-    assert documents_of(bins(folder)[0]) == expected
-
-
-@pytest.mark.parametrize("moment", ["meta.json", "val.bin", "train.bin"])
-def test_old_and_new_files_never_stand_side_by_side(tmp_path, monkeypatch, moment):
-    """Stopped while it renames, a second preparation leaves no training text rather than the old one."""
-    web(tmp_path / "b", Hub(), monkeypatch, tokens=300)
-    real = os.replace
-
-    def replace(partial, path):
-        if Path(path).name == moment:
-            raise OSError(28, "No space left on device")
-        real(partial, path)
-    with monkeypatch.context() as patch, pytest.raises(OSError):
-        patch.setattr(data.os, "replace", replace)
-        web(tmp_path / "b", Hub(), patch)
-    assert set(names(tmp_path / "b")) <= {"meta.json", "val.bin"}
-    web(tmp_path / "b", Hub(), monkeypatch)
-    assert names(tmp_path / "b") == WHOLE
-    assert len(bins(tmp_path / "b")[0]) == 20000
-
-
-def test_openwebtext_with_a_loading_script_and_without_datasets_or_network(tmp_path, monkeypatch):
-    hub = Hub(script=True)
-    web(tmp_path / "a", hub, monkeypatch)
-    assert hub.revisions == [None, "refs/convert/parquet"]
+@pytest.mark.parametrize("argv, word", [
+    ("openwebtext --encoding bytes", "pip install datasets"), ("nothing-here", "does not exist"),
+    ("stdlib --tokens 0", "--tokens"), ("stdlib --val_tokens nan", "nan"), ("", "--help"),
+])
+def test_bad_arguments_and_a_missing_package(data_py, monkeypatch, argv, word):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="pip install datasets"):
-        next(data.openwebtext_documents("owt"))
-
-    (tmp_path / "datasets.py").write_text(
-        "def load_dataset(*args, **how): raise ConnectionError('no route\\nto host')")
-    env = {"PYTHONPATH": str(tmp_path)}
-    result = data_py(tmp_path, "openwebtext", "--encoding", "bytes", **env)
-    refused(result, "Skylion007/openwebtext cannot be read", "no route", "--repo", "stdlib")
-    for flag, value in (("--tokens", "0"), ("--tokens", "nan"), ("--val_tokens", "-3"), ("--tokens", "many")):
-        refused(data_py(tmp_path, "openwebtext", flag, value), flag)
-    env["TIKTOKEN_CACHE_DIR"] = str(tmp_path / "empty")
-    refused(data_py(tmp_path, "openwebtext", **env, **NO_NETWORK), "gpt2", "TIKTOKEN_CACHE_DIR")
-    assert not list(tmp_path.glob("data/*"))
+    refused(data_py(*argv.split()), word)
+    assert not list(Path(".").glob("data/*"))
 
 
-def test_gpt2_batches_over_threads_equal_one_document_at_a_time(tmp_path, monkeypatch):
-    gpt2_or_skip()
-    web(tmp_path / "a", Hub(), monkeypatch, "gpt2", tokens=10 ** 6)
-    enc = data.encoding("gpt2")
-    expected = []
-    for raw in hub_sides()[0]:
-        expected += enc.encode_ordinary(raw.decode()) + [50256]
-    assert bins(tmp_path / "a")[0].tolist() == expected
-
-
-def test_bounds_hold_for_a_first_document_that_fills_them(tmp_path):
-    meta = prepare([("a", b"x" * 500), ("b", b"y" * 500)], tmp_path, tokens=100, val_tokens=5)
-    assert [len(ids) for ids in bins(tmp_path)] == [meta["train_tokens"], meta["val_tokens"]]
-    assert 0 < meta["train_tokens"] <= 100
-    assert 0 < meta["val_tokens"] <= 5
-
-
-def test_text_all_on_one_side_is_split_by_tokens(tmp_path):
-    meta = prepare([("a", b"x" * 500)], tmp_path)
-    assert (meta["train_tokens"], meta["val_tokens"]) == (451, 50)
-    held = next(n for n in map(str, range(50)) if data.is_val(n))
-    trained = [n for n in map(str, range(50)) if not data.is_val(n)][:3]
-
-    documents = [(n, n.encode() * 400) for n in trained]                   # none is held out
-    meta = prepare(documents, tmp_path)
-    train_ids, val_ids = bins(tmp_path)
+@pytest.mark.parametrize("sizes", [[500], [100, 60, 100]])
+def test_without_held_out_documents_the_last_tenth_is_held_out(tmp_path, sizes):
+    trained = [name for name in map(str, range(50)) if not data.is_val(name)]
+    held = next(name for name in map(str, range(50)) if data.is_val(name))
+    documents = [(name, letters(n, n)) for name, n in zip(trained, sizes)]
+    copy = held, documents[0][1]
+    data.prepare([*documents, copy], tmp_path / "a", "test")
+    train_ids, val_ids = bins(tmp_path / "a")
     everything = np.concatenate((train_ids, val_ids))
-    assert meta["documents"] == 3
-    assert len(val_ids) == len(everything) // 10
+    assert len(val_ids) == len(everything) // 10 > 0
     assert documents_of(everything) == [raw for _, raw in documents]
-
-    only_held_out = [(held, b"z" * 99)]
-    only_a_copy = [(trained[0], b"z" * 99), (held, b"z" * 99)]
-    for documents in (only_held_out, only_a_copy):
-        meta = prepare(documents, tmp_path)
-        assert (meta["train_tokens"], meta["val_tokens"]) == (90, 10)
-    for documents in ([], [("a", b"")]):
-        with pytest.raises(ValueError, match="needs more text"):
-            prepare(documents, tmp_path / "none")
-    assert not (tmp_path / "none").exists()
+    data.prepare([copy], tmp_path / "b", "test", val_tokens=5)             # the first is training text
+    assert len(bins(tmp_path / "b")[1]) == 5
+    with pytest.raises(ValueError, match="test has 0 training tokens, it needs more text"):
+        data.prepare([("a", b"")], tmp_path / "c", "test")
 
 
-def letters(n, seed):
-    return np.random.default_rng(seed).integers(97, 123, n).astype(np.uint8).tobytes()
-
-
-@pytest.mark.parametrize("looked_for", [2 ** 18, 500])                     # all shingles; a sample of them
-def test_held_out_copies_of_training_text_are_dropped(tmp_path, monkeypatch, looked_for):
-    monkeypatch.setattr(data, "LOOKED_FOR", looked_for)
+def test_held_out_copies_of_training_text_are_dropped(tmp_path):
     numbers = [str(n) for n in range(400)]
     trained = [n for n in numbers if not data.is_val(n)][:20]
     held = [n for n in numbers if data.is_val(n)][:5]
     licence = letters(3000, 1000)
-    training = [(n, letters(2000, int(n)) + licence) for n in trained]
+    training = [(n, letters(2000, int(n)) + licence) for n in trained[:19]]
+    training.append((trained[19], letters(2 ** 18, 19) + licence))         # looked at in pieces of 2^18
     own = letters(1000, 1001) + licence[:600]                              # most of it is its own
     tail = letters(1000, 1002) + licence[-1500:]                           # mostly the licence's tail
     edited = licence[:1500] + b"EDITED" + licence[1500:]
-    held_out = list(zip(held, [own, tail, licence, edited, b"short"]))
-    meta = prepare(training[:5] + held_out + training[5:], tmp_path)       # copies of later text as well
-    train_ids, val_ids = bins(tmp_path)
+    held_out = list(zip(held, [own, tail, training[19][1][-5000:], edited, b"short"]))
+    data.prepare(training[:5] + held_out + training[5:], tmp_path / "a", "test")
+    train_ids, val_ids = bins(tmp_path / "a")
     assert documents_of(train_ids) == [raw for _, raw in training]
     assert documents_of(val_ids) == [own, b"short"]
-    assert meta["left_out"] == {"empty": 0, "copies": 3}
-    assert meta["documents"] == 25
+    assert json.loads((tmp_path / "a/meta.json").read_text())["copies"] == 3
 
 
-def test_a_copy_is_found_wherever_it_lies():
-    """Training text is read in pieces of 2^18 ids; a shingle may lie across two."""
-    train_ids = np.frombuffer(letters(2 ** 18 + 4000, 0), np.uint8)
-    spots = [0, *range(2 ** 18 - 40, 2 ** 18 + 5), len(train_ids) - 32]
-    documents = [train_ids[at:at + 32] for at in spots]
-    assert data.without_copies(documents, train_ids) == []
-    assert len(data.without_copies(documents, train_ids[:31])) == len(documents)
-    assert data.without_copies([], train_ids) == []
-
-
-def test_gpt2_encoding_and_the_missing_network(tmp_path):
-    pytest.importorskip("tiktoken")
-    text = "a<|endoftext|>b " * 50
-    (tmp_path / "t.txt").write_text(text)
-    command = ["t.txt", "--encoding", "gpt2", "--name", "x"]
-    result = data_py(tmp_path, *command, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **NO_NETWORK)
-    refused(result, "gpt2", "TIKTOKEN_CACHE_DIR", "--encoding bytes")
-    assert not list(tmp_path.glob("data/*"))
-    gpt2_or_skip()
-    assert data_py(tmp_path, *command).returncode == 0
-    *tokens, end = np.concatenate(bins(tmp_path / "data/x")).tolist()
-    assert end == 50256
-    assert 50256 not in tokens                                             # not from the characters inside
-    assert data.encoding("gpt2").decode(tokens) == text
-    assert data.describe(tmp_path / "data/x") == ("gpt2", 50257)
-
-
-def test_prepare_text_folders_and_jsonl(tmp_path):
-    folder = tmp_path / "in"
-    (folder / "sub").mkdir(parents=True)
-    texts = [f"document {i}" for i in range(80)]
-    for i in range(40):
-        suffix = ".TXT" if i % 2 else ".txt"
-        (folder / "sub" / f"{i}{suffix}").write_text(texts[i])
-    lines = [json.dumps({"text": text}) for text in texts[40:]]
+def test_text_folders_and_jsonl(data_py, tmp_path):
+    (tmp_path / "in/sub").mkdir(parents=True)
+    texts = [f"document {i}" for i in range(60)]
+    for i in range(20):
+        (tmp_path / f"in/sub/{i}.TXT").write_text(texts[i])
+    lines = [json.dumps({"text": text}) for text in texts[20:]]
     lines += ["", '{"text": null}', '{"text": ""}', "  ", '{"text": "lone \\ud800 surrogate"}']
-    (folder / "lines.JSONL").write_text("\n".join(lines) + "\n")
-    (folder / "image.png").write_bytes(b"no text")
-    (folder / "packed.txt").write_bytes(b"\x1f\x8b packed")
-    (folder / "binary.py").write_bytes(b"a\0b")
-
-    result = data_py(tmp_path, "in")
-    assert result.returncode == 0
-    assert "81 documents" in result.stdout
-    assert "left out 7 files or lines without text" in result.stdout
-    train_ids, val_ids = bins(tmp_path / "data/in")
+    (tmp_path / "in/lines.JSONL").write_text("\n".join(lines) + "\n")
+    for name in ("image.png", "packed.txt", "binary.py"):
+        (tmp_path / "in" / name).write_bytes(gzip.compress(b"text"))
+    assert data_py("in") == (0, "")
+    train_ids, val_ids = bins("data/in")
     found = documents_of(train_ids) + documents_of(val_ids)
     assert sorted(found) == sorted(text.encode() for text in texts + ["lone ? surrogate"])
-    meta = json.loads((tmp_path / "data/in/meta.json").read_text())
-    assert (meta["train_tokens"], meta["val_tokens"]) == (len(train_ids), len(val_ids))
-    assert data.describe(tmp_path / "data/in") == ("bytes", 257)
+    assert json.loads(Path("data/in/meta.json").read_text())["empty"] == 7
 
 
-def test_bad_text_changes_nothing(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"text": "fine"}\n' * 30)
-    assert data_py(tmp_path, "lines.jsonl").returncode == 0
-    before = bins(tmp_path / "data/lines")[0]
+def test_bad_jsonl_is_refused(data_py, tmp_path):
     for line in ('{"title": 1}', '{"text": 5}', "[1]", "{", '"text"', "null", "[" * 10 ** 5):
-        path.write_text('{"text": "fine"}\n' + line + "\n")
-        with pytest.raises(ValueError, match="lines.jsonl, line 2"):
-            list(data.file_documents([path]))
-    refused(data_py(tmp_path, "lines.jsonl"), "lines.jsonl, line 2")
-    (tmp_path / "empty.txt").write_text("")
-    refused(data_py(tmp_path, "empty.txt"), "empty.txt")
-    refused(data_py(tmp_path, "nothing-here"), "nothing-here")
-    refused(data_py(tmp_path, "lines.jsonl", "--encoding", "klingon"), "klingon")
-    refused(data_py(tmp_path), "paths", "--help")
-    assert names(tmp_path / "data") == ["lines"]
-    assert names(tmp_path / "data/lines") == WHOLE
-    assert (bins(tmp_path / "data/lines")[0] == before).all()
+        (tmp_path / "lines.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+        refused(data_py("lines.jsonl"), "lines.jsonl, line 2")
+        assert names("data") == []
 
 
-def test_compressed_and_binary_files_are_refused_when_named(tmp_path):
-    text = b"".join(b"line %d of some text\n" % i for i in range(3000))
-    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as packed:
-        packed.writestr("a.txt", text)
-    files = {
-        "a.txt.gz": gzip.compress(text),
-        "b.txt": gzip.compress(text),
-        "c.jsonl": gzip.compress(text),
-        "d.xz": lzma.compress(text),
-        "e.bz2": bz2.compress(text, 1),
-        "f.zst": b"\x28\xb5\x2f\xfd" + text,
-        "g.parquet": b"PAR1" + text + b"PAR1",
-        "h.txt": text + b"\0",
-        "i.txt": text.decode().encode("utf-16"),
-    }
-    for name, raw in files.items():
-        (tmp_path / name).write_bytes(raw)
-    for name in ["a.zip", *files]:
-        with pytest.raises(ValueError, match=f"{name} is compressed or binary"):
-            list(data.file_documents([tmp_path / name]))
-    assert [raw for _, raw in data.file_documents([tmp_path])] == [b""] * 10
-    refused(data_py(tmp_path, "a.txt.gz"), "a.txt.gz is compressed")
-    assert not list(tmp_path.glob("data/*"))
+LINES = b"".join(b"line %d of some text\n" % i for i in range(3000))
 
 
-@pytest.fixture
-def sources(tmp_path):
-    """Files and folders whose names are much alike, with different text."""
-    paths = "corp.v1/a.txt corp.v2/a.txt deep/corp.v1/a.txt notes.txt notes.md log.1 log.2"
-    for i, path in enumerate(paths.split()):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(" ".join(str(i * j) for j in range(200)))
-    return tmp_path
+@pytest.mark.parametrize("name, raw, word", [
+    ("a.txt", gzip.compress(LINES), "compressed"), ("b.jsonl", gzip.compress(LINES), "line 1"),
+    ("c.xz", lzma.compress(LINES), "compressed"), ("d.bz2", bz2.compress(LINES), "compressed"),
+    ("e.parquet", b"PAR1" + LINES + b"\x9a\x01\x00\x00PAR1", "binary"),
+    ("f.txt", LINES.decode().encode("utf-16"), "UTF-8"),
+], ids=["gzip", "packed jsonl", "xz", "bz2", "parquet", "utf-16"])
+def test_compressed_and_binary_files_are_refused_when_named(data_py, tmp_path, name, raw, word):
+    (tmp_path / name).write_bytes(raw)
+    refused(data_py(name), name, word)
+    assert names("data") == []
 
 
-def test_two_sources_never_write_over_one_another(sources):
-    for path in ("corp.v1", "corp.v2", "notes.txt", "log.1", "log.2", "./corp.v1/"):      # again is allowed
-        assert data_py(sources, path).returncode == 0
-    assert names(sources / "data") == ["corp.v1", "corp.v2", "log.1", "log.2", "notes"]
-    before = {path: path.read_bytes() for path in sources.glob("data/*/*")}
-    for argv in (["deep/corp.v1"], ["notes.md"], ["corp.v1", "corp.v2"], ["log.1", "--name", "corp.v1"]):
-        refused(data_py(sources, *argv), "--name", "holds")
-    assert {path: path.read_bytes() for path in sources.glob("data/*/*")} == before
-    foreign = sources / "data/foreign"                                     # nanoGPT's own files
-    foreign.mkdir()
-    np.arange(9, dtype=np.uint16).tofile(foreign / "train.bin")
-    refused(data_py(sources, "notes.txt", "--name", "foreign"), "unknown source", "--name")
-    assert names(foreign) == ["train.bin"]
+def test_no_data_set_is_written_over(data_py, tmp_path):
+    for i, path in enumerate("corp.v1/a.txt corp.v2/a.txt notes.txt notes.md".split()):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(letters(500, i))
+    for argv in ("corp.v1", "corp.v2 --name corp.v2", "notes.txt", "."):
+        assert data_py(*argv.split()) == (0, "")
+    assert names("data") == sorted(["corp", "corp.v2", "notes", tmp_path.name])
+    before = {path: path.read_bytes() for path in tmp_path.glob("data/*/*")}
+    for argv in ("corp.v2", "notes.md", "corp.v1 corp.v2", "notes.txt --name corp.v2"):
+        refused(data_py(*argv.split()), "exists", "--name")
+    for name in (".", "..", "a/b", "/abs"):
+        refused(data_py("notes.txt", "--name", name), "--name")
+    assert {path: path.read_bytes() for path in tmp_path.glob("data/*/*")} == before
 
 
-def test_every_data_set_has_a_folder_of_its_own(sources, monkeypatch):
-    monkeypatch.chdir(sources)
-    assert data.folder_for("corp.v1/a.txt", None) == Path("data/a")
-    assert data.folder_for("corp.v1", "x.y") == Path("data/x.y")
-    assert data.folder_for(".", None) == Path("data") / sources.name
-    (sources / "mine.txt").symlink_to("notes.txt")
-    assert data.folder_for("mine.txt", None) == Path("data/mine")
-    for path, name in ((".", "."), (".", ".."), (".", "a/b"), (".", "/abs"), ("/", None)):
-        with pytest.raises(ValueError, match="--name"):
-            data.folder_for(path, name)
-    assert data_py(sources / "corp.v1", ".").returncode == 0
-    assert names(sources / "corp.v1/data") == ["corp.v1"]
-    refused(data_py(sources, "notes.txt", "--name", ".."), "--name")
-
-
-def test_one_document_is_split_and_tiktoken_is_not_needed_for_bytes(tmp_path):
+def test_bytes_need_no_tiktoken(tmp_path):
     (tmp_path / "one.txt").write_bytes(bytes(range(1, 201)) * 5)
     code = "import sys; sys.modules['tiktoken'] = None; import data; data.main()"
     assert cli("-c", code, "one.txt", cwd=tmp_path).returncode == 0
     assert [len(ids) for ids in bins(tmp_path / "data/one")] == [901, 100]
 
 
-def test_stdlib_corpus_is_made_once_by_two_processes(tmp_path):
+def test_the_default_corpus_is_whole_whoever_makes_it(tmp_path):
+    """One process is killed on the way, then two make it at once."""
+    code = "import os, data; data.is_val = lambda name: os.kill(os.getpid(), 9); data.find('stdlib')"
+    assert cli("-c", code, cwd=tmp_path).returncode == -signal.SIGKILL
+    assert [name.split(".")[-1] for name in names(tmp_path / "data")] == ["partial"]
     code = "import data; [data.load(data.find('stdlib'), split, 9) for split in ('train', 'val')]"
-    run = [sys.executable, "-c", code]
     env = os.environ | {"PYTHONPATH": str(HERE)}
-    both = [subprocess.Popen(run, cwd=tmp_path, env=env, stdout=subprocess.PIPE) for _ in range(2)]
-    outputs = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert sorted(map(bool, outputs)) == [False, True]                     # one made it, the other waited
+    both = [subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env) for _ in range(2)]
+    assert [process.wait(60) for process in both] == [0, 0]
     folder = tmp_path / "data/stdlib"
-    assert names(folder) == WHOLE
-
-    documents = dict(data.stdlib_documents())
-    held = [name for name in documents if data.is_val(name)]
+    assert names(folder) == ["meta.json", "train.bin", "val.bin"]
+    documents = {name: raw for name, raw in data.stdlib_documents() if raw}
+    held = [name for name in list(documents)[1:] if data.is_val(name)]
     train_ids, val_ids = bins(folder)
-    assert documents_of(train_ids) == [documents[name] for name in documents if name not in held]
     kept = documents_of(val_ids)
-    assert [raw for raw in map(documents.get, held) if raw in kept] == kept
-    meta = json.loads((folder / "meta.json").read_text())
-    assert meta["left_out"]["copies"] == len(held) - len(kept)
+    assert not any("/test/" in f"/{name}" or "/tests/" in name for name in documents)
+    assert 0.04 < len(held) / len(documents) < 0.2
+    assert documents_of(train_ids) == [documents[name] for name in documents if name not in held]
+    assert kept == [documents[name] for name in held if documents[name] in kept]
     assert len(held) / 2 < len(kept) < len(held)
-
-
-def test_stdlib_corpus_is_held_out_by_name():
-    files = [name for name, _ in data.stdlib_documents()]
-    assert len(files) > 300
-    assert files == sorted(files, key=Path)
-    assert not any("/test/" in f"/{name}" or "/tests/" in name for name in files)
-    assert 0.04 < sum(map(data.is_val, files)) / len(files) < 0.2
 
 
 def test_batches_are_a_pure_function(corpus):
@@ -1420,107 +1216,55 @@ def test_batches_are_a_pure_function(corpus):
     assert (y[:, -1] == 32).all()                                          # the last token is a target
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use from /proc")
-def test_batches_do_not_add_up_in_memory(tmp_path):
-    with (tmp_path / "train.bin").open("wb") as file:
-        file.truncate(2 ** 31)                                             # sparse
-    tokens = data.load(tmp_path, "train", 1025)
-
-    def megabytes():
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
-    before = megabytes()
-    for i in range(200):
-        data.batch(tokens, i, 0, batch_size=16, block_size=1024)
-    assert megabytes() - before < 60
-
-
-def test_loading_refuses_what_it_cannot_use(tmp_path):
-    path = tmp_path / "val.bin"
-    wrong = {"missing": None, "empty": b"", "odd": b"abc", "32 tokens, needs at least 33": bytes(64)}
-    for words, content in wrong.items():
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(ValueError, match=words):
-            data.load(tmp_path, "val", 33)
-    np.arange(33, dtype=np.uint16).tofile(path)
+@pytest.mark.parametrize("content, words", [
+    (None, "missing"), (b"", "empty"), (b"abc", "odd"), (bytes(64), "32 tokens, needs at least 33"),
+    (np.arange(34, dtype=np.uint16).tobytes(), "holds a token id 33, beyond the model's 33"),
+])
+def test_loading_refuses_what_it_cannot_use(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "val.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=f"val.bin.*{words}"):
+        data.load(tmp_path, "val", 33, vocab_size=33)
+    np.arange(33, dtype=np.uint16).tofile(tmp_path / "val.bin")
     assert len(data.load(tmp_path, "val", 33, vocab_size=33)) == 33
-    with pytest.raises(ValueError, match="val.bin holds a token id 32"):
-        data.load(tmp_path, "val", 33, vocab_size=32)
-    for bad in ("{", "[]", "{}", '{"vocab_size": "x"}', '{"vocab_size": 0}', '{"vocab_size": null}'):
-        (tmp_path / "meta.json").write_text(bad)
-        with pytest.raises(ValueError, match="meta.json"):
-            data.describe(tmp_path)
+    with pytest.raises(ValueError, match="no data set nowhere.*data.py"):
+        data.find("nowhere")
 
 
-def test_without_a_note_the_highest_id_is_read(tmp_path):
-    with pytest.raises(ValueError, match="train.bin is missing"):
-        data.describe(tmp_path)
+def test_encodings_are_told_apart(tmp_path, corpus):
+    data.check_encoding(corpus, "bytes")
+    data.check_encoding(corpus, "unknown")                                 # nobody can tell
+    with pytest.raises(ValueError, match="bytes.*gpt2:8192"):
+        data.check_encoding(corpus, "gpt2:8192")
     np.array([5, 50256, 7], np.uint16).tofile(tmp_path / "val.bin")
     assert data.describe(tmp_path) == ("unknown", 50257)                   # nanoGPT's GPT-2 folders
     np.array([5, 50303], np.uint16).tofile(tmp_path / "train.bin")
     assert data.describe(tmp_path) == ("unknown", 50304)
+    data.check_encoding(tmp_path, "gpt2")
 
 
-def character_set(folder, text):
-    """What nanoGPT's prepare.py writes for a text."""
-    folder.mkdir()
-    letters = sorted(set(text))
-    itos = dict(enumerate(letters))
-    note = {"vocab_size": len(letters), "itos": itos, "stoi": {letter: i for i, letter in itos.items()}}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(note))
-    for split in ("train", "val"):
-        np.zeros(9, np.uint16).tofile(folder / f"{split}.bin")
-    return folder
+def test_character_sets_of_nanogpt(tmp_path):
+    found = []
+    for text in ("hello wörld", "wörld hello", "hello wÖrld"):
+        itos = dict(enumerate(sorted(set(text))))
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(itos), "itos": itos}))
+        found.append(data.describe(tmp_path))
+    same, again, other = [name for name, size in found if size == 9]
+    assert same == again and same.startswith("characters:")
+    with pytest.raises(ValueError, match=f"{other}.*{same}"):
+        data.check_encoding(tmp_path, same)
 
 
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
-def test_character_sets_of_nanogpt(tmp_path, monkeypatch):
-    a = character_set(tmp_path / "a", "hello wörld")
-    b = character_set(tmp_path / "b", "hello wÖrld")
-    name, size = data.describe(a)
-    other, other_size = data.describe(b)
-    assert size == other_size == 9
-    assert name != other
-    assert name.startswith("characters:")
-    assert data.describe(character_set(tmp_path / "c", "wörld hello")) == (name, size)
-    assert "".join(data.characters(a)) == " dehlorwö"
-    data.check_encoding(a, name, size)
-    with pytest.raises(ValueError, match=f"{other}.*{name}"):
-        data.check_encoding(b, name, size)
-
+@pytest.mark.parametrize("name, note", [
+    ("meta.json", b"{"), ("meta.json", b"[]"), ("meta.json", b'{"encoding": "x", "vocab_size": null}'),
+    ("meta.pkl", b"nothing"), ("meta.pkl", pickle.dumps([1])), ("meta.pkl", b"cos\nmkdir\n(Vran\ntR."),
+])
+def test_a_damaged_note_is_refused_and_never_run(tmp_path, monkeypatch, name, note):
     monkeypatch.chdir(tmp_path)
-    wrong = [[1], {"vocab_size": 5}, Evil()]
-    wrong += [{"itos": itos} for itos in ({}, {1: "a"}, {0: 5}, Evil())]
-    for bad in [b"", b"nothing", *map(pickle.dumps, wrong)]:
-        (a / "meta.pkl").write_bytes(bad)
-        with pytest.raises(ValueError, match="meta.pkl is not"):
-            data.describe(a)
-    assert not Path("ran").exists()
-
-
-def test_another_encoding_is_refused(tmp_path, corpus):
-    data.check_encoding(corpus, "bytes", 257)
-    for other in ("gpt2", "gpt2:8192", "characters:01234567"):
-        with pytest.raises(ValueError, match=f"bytes.*{other}"):
-            data.check_encoding(corpus, other)
-
-
-def test_an_unknown_encoding_is_refused_where_the_sizes_tell(tmp_path, corpus):
-    np.array([0, 50256], np.uint16).tofile(tmp_path / "train.bin")         # nanoGPT's GPT-2 text: no note
-    data.check_encoding(tmp_path, "gpt2", 50257)
-    data.check_encoding(tmp_path, "unknown", 50257)
-    data.check_encoding(corpus, "unknown", 96)
-    data.check_encoding(corpus, "unknown")                                 # no size to compare
-    for encoding, size in (("bytes", 257), ("unknown", 65)):
-        with pytest.raises(ValueError, match=f"unknown.*{encoding}"):
-            data.check_encoding(tmp_path, encoding, size)
-    with pytest.raises(ValueError, match="bytes.*unknown"):                # and the other way round
-        data.check_encoding(corpus, "unknown", 50257)
+    (tmp_path / name).write_bytes(note)
+    with pytest.raises(ValueError, match=name):
+        data.describe(tmp_path)
+    assert names(tmp_path) == [name]
 
 
 # -----------------------------------------------------------------------------------------------------------
