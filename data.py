@@ -1,40 +1,53 @@
-"""Corpora as token files, and batches as a pure function of (seed, step, rank).
+"""Text as files of token ids, and batches as a pure function of (seed, iteration, rank).
 
-    python data.py stdlib                                        the running Python's standard library as bytes (default corpus)
-    python data.py PATH... --name NAME [--encoding bytes|gpt2]   text files, folders of them, .jsonl with a field "text"
-    python data.py openwebtext [--tokens 3e9] [--val_tokens 5e6] the paper's corpus, streamed through Hugging Face datasets
+    python data.py stdlib                                   the running Python's standard library (default)
+    python data.py PATH... [--name NAME] [--encoding gpt2]  text files, folders, .jsonl with a field "text"
+    python data.py openwebtext [--tokens 3e9]               the paper's corpus, from the Hugging Face hub
 
-All write data/NAME/train.bin and val.bin (uint16 token ids, nanoGPT's format) and meta.json. Any folder with nanoGPT's
-train.bin and val.bin works as it is. One document in ten, chosen by a hash of its name, is held out for validation; of
-OpenWebText one in twenty, by a hash of its text. An interrupted openwebtext goes on where it stopped, to the same bytes.
+Each writes data/NAME/train.bin and val.bin (uint16 ids, nanoGPT's format) and meta.json, whole or not at all.
+Any folder with nanoGPT's train.bin and val.bin works as it is.
+
+The split: one document in ten, chosen by a hash of its name, is held out for validation (of OpenWebText one
+in twenty, by a hash of its text); held-out documents that mostly copy training text are dropped. Where that
+leaves one side empty, as for a single file, the last tenth of the text is held out. Documents are joined,
+<|endoftext|> after each, and windows are cut from the whole: they cross the borders of documents.
 """
 import argparse
 import hashlib
 import json
 import logging
+import mmap
 import os
+import pickle
 import platform
+import signal
 import sys
 import sysconfig
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 EOT = "<|endoftext|>"
-OPENWEBTEXT = "Skylion007/openwebtext"           # on the Hugging Face hub: 8,013,769 documents, 9 billion GPT-2 tokens
-BATCH_BYTES = 2 ** 22                            # text read ahead, and encoded by all threads, at a time
+OPENWEBTEXT = "Skylion007/openwebtext"           # 8,013,769 documents, 9 billion GPT-2 tokens
+STDLIB = f"Python {platform.python_version()} standard library"
 UNLIMITED = 2 ** 62                              # tokens
-SAVE_SECONDS = 10                                # between notes of how far a resumable preparation has come
-TEXT = {".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go", ".rs", ".tex", ".html", ".css", ".json", ".jsonl"}
+LOOKED_FOR = 2 ** 18                             # shingles of held-out text to look for in training text
+TEXT = set(".txt .md .rst .py .c .h .cpp .js .ts .java .go .rs .tex .html .css .json .jsonl".split())
+PACKED = b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PAR1"  # first bytes
 
 
 def die(message):
     """Bad input: one line on stderr, exit status 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        die(f"{message}; see --help")
 
 
 def clock(seconds):
@@ -44,10 +57,7 @@ def clock(seconds):
 
 
 def progress(shown, text):
-    """Print text() over the last progress line on stderr, if that is `shown`: a second ago on a terminal, else half a minute.
-
-    shown, -> time of the last line.
-    """
+    """Print text() on stderr if the last line, of time `shown`, is old enough -> time of the last line."""
     now, tty = time.time(), sys.stderr.isatty()
     if now - shown < (1 if tty else 30):
         return shown
@@ -55,57 +65,102 @@ def progress(shown, text):
     return now
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        die(f"{message}; see --help")
+@contextmanager
+def written_whole(path, mode="w", suffix=None):
+    """A file to write as path.suffix (default: process id) and rename at the end: `path` is always whole."""
+    partial = Path(f"{path}.{suffix or os.getpid()}")
+    try:
+        with partial.open(mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def write_json(path, value, suffix=None):
+    """Raises ValueError for not-a-number and infinity."""
+    with written_whole(path, suffix=suffix) as file:
+        file.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def alone(folder):
+    """Make the folder and wait until no other process is in here. The lock ends with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = None
+    try:
+        with suppress(ImportError, OSError):     # Windows, and network disks without locks
+            import fcntl
+            handle = os.open(folder, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+        with suppress(OSError):
+            folder.rmdir()                       # succeeds only if nothing was written
+
+
+# -----------------------------------------------------------------------------------------------------------
 # Encodings
 
 def encoding(name):
-    """A tiktoken.Encoding: "bytes" (256 bytes and <|endoftext|>) or one of tiktoken's, such as "gpt2".
+    """A tiktoken.Encoding: "bytes", one of tiktoken's ("gpt2"), or one cut to its first ids ("gpt2:8192").
 
-    Raises ValueError if the name is unknown, or the vocabulary is neither cached nor to be had from the network.
+    "bytes" has 257 ids: the bytes and <|endoftext|>. A cut encoding keeps the first merges, <|endoftext|> is
+    its last id, and it encodes any text. ValueError if unknown, or the vocabulary cannot be loaded.
     """
     try:
         import tiktoken
     except ImportError:
         raise ValueError(f"the encoding {name} needs tiktoken: pip install tiktoken")
+    base, cut, size = name.partition(":")
     if name == "bytes":
-        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks={bytes([i]): i for i in range(256)},
-                                 special_tokens={EOT: 256})
-    if name not in tiktoken.list_encoding_names():
+        pattern, ranks, size = r"[\s\S]{1,64}", {bytes([i]): i for i in range(256)}, 257
+    elif base not in tiktoken.list_encoding_names():
         raise ValueError(f"unknown encoding {name}: bytes, {', '.join(tiktoken.list_encoding_names())}")
-    try:
-        return tiktoken.get_encoding(name)
-    except Exception as e:                       # whatever the network layer raises
-        raise ValueError(f"the vocabulary of {name} could not be loaded ({type(e).__name__}): connect to the network once, "
-                         "set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --encoding bytes")
+    else:
+        try:
+            whole = tiktoken.get_encoding(base)
+        except Exception as e:                   # whatever the network layer raises
+            raise ValueError(f"the vocabulary of {base} could not be loaded ({type(e).__name__}): connect to "
+                             "the network, point TIKTOKEN_CACHE_DIR to a copy, or use --encoding bytes")
+        if not cut:
+            return whole
+        if not (size.isdecimal() and 257 <= int(size) <= whole.n_vocab):
+            raise ValueError(f"encoding {name}: {base}:N needs N from 257 to {whole.n_vocab}")
+        pattern, ranks = whole._pat_str, whole._mergeable_ranks
+    end = int(size) - 1
+    ranks = {token: rank for token, rank in ranks.items() if rank < end}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: end})
 
 
 def encoder(name):
-    """-> (function from a list of documents' bytes to a list of uint16 arrays that end with <|endoftext|>, vocabulary size).
+    """-> function from a list of documents' bytes to a list of uint16 arrays, and the vocabulary size.
 
-    Text is taken as it stands: the characters "<|endoftext|>" inside a document are ordinary characters.
+    Each array ends with <|endoftext|>; the same characters inside a document are ordinary characters.
     """
     if name == "bytes":                          # no tiktoken needed
-        return lambda raws: [np.append(np.frombuffer(raw, np.uint8).astype(np.uint16), np.uint16(256)) for raw in raws], 257
+        end = np.array([256], np.uint16)
+        return lambda raws: [np.append(np.frombuffer(raw, np.uint8), end) for raw in raws], 257
     enc = encoding(name)
     if enc.n_vocab > 2 ** 16:
-        raise ValueError(f"the encoding {name} has {enc.n_vocab} tokens; token files are uint16, at most 65,536")
+        raise ValueError(f"the encoding {name} has {enc.n_vocab} ids; token files are uint16: at most 65,536")
 
     def encode(raws):
-        ids = enc.encode_ordinary_batch([raw.decode("utf-8", "replace") for raw in raws], num_threads=os.cpu_count())
-        return [np.array(i + [enc.eot_token], np.uint16) for i in ids]
+        texts = [raw.decode("utf-8", "replace") for raw in raws]
+        lists = enc.encode_ordinary_batch(texts, num_threads=os.cpu_count())
+        return [np.array(ids + [enc.eot_token], np.uint16) for ids in lists]
     return encode, enc.n_vocab
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Documents
+# -----------------------------------------------------------------------------------------------------------
+# Documents: (name, bytes) pairs, with no bytes for what is left out
 
 def stdlib_documents():
-    """(relative name, bytes) of the running Python's standard library, test folders left out."""
+    """The running Python's standard library by relative path, test folders left out."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     for path in sorted(root.rglob("*.py")):
@@ -115,208 +170,274 @@ def stdlib_documents():
 
 
 def file_documents(paths):
-    """(name, bytes) of text files, of text files in folders, and of the "text" fields of .jsonl lines."""
+    """Text files, also in folders, and the texts of .jsonl lines. ValueError for a path that is no text."""
     for top in map(Path, paths):
         if not top.exists():
             raise ValueError(f"{top} does not exist")
-        files = sorted(p for p in top.rglob("*") if p.is_file() and p.suffix in TEXT) if top.is_dir() else [top]
-        for path in files:
-            name = path.relative_to(top.parent).as_posix()
-            if path.suffix != ".jsonl":
-                if raw := path.read_bytes():
-                    yield name, raw
-                continue
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    try:
-                        raw = json.loads(line)["text"].encode()
-                    except (ValueError, KeyError, TypeError, AttributeError):
-                        raise ValueError(f"{path}, line {number}: not a JSON object with a text field \"text\"")
-                    if raw:
-                        yield f"{name}:{number}", raw
+        files = sorted(top.rglob("*")) if top.is_dir() else [top]
+        for path in filter(Path.is_file, files):
+            name, suffix = path.relative_to(top.parent).as_posix(), path.suffix.lower()
+            raw = b""
+            if path == top or suffix in TEXT:
+                with path.open("rb") as file:
+                    raw = file.read(4096 if suffix == ".jsonl" else -1)
+            if raw.startswith(PACKED) or b"\0" in raw:
+                if path == top:
+                    raise ValueError(f"{path} is compressed or binary: name a text file (UTF-8) instead")
+                raw = b""
+            if raw and suffix == ".jsonl":
+                yield from jsonl_documents(path, name)
+            else:
+                yield name, raw
 
 
-def openwebtext_documents(start, repo=OPENWEBTEXT):
-    """(text, bytes) of the corpus from document number `start` on, streamed: nothing is stored; what lies before is read past.
+def jsonl_documents(path, name):
+    """The field "text" of each line; lone surrogates become "?". ValueError for a line without that field."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = json.loads(line)["text"] if line.strip() else None
+                raw = b"" if text is None else text.encode("utf-8", "replace")
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise ValueError(f"{path}, line {number}: not a JSON object with a text field \"text\"")
+            yield f"{name}:{number}", raw
 
-    repo: the hub's data set, another one, or a folder of files that `datasets` can read; with a field "text".
+
+def openwebtext_documents(repo):
+    """The texts of a data set of the hub, or of a folder that `datasets` can read, streamed.
+
     Raises ValueError if `datasets` is missing or the data set cannot be read.
     """
     try:
         import datasets
     except ImportError:
         raise ValueError("openwebtext needs Hugging Face datasets: pip install datasets")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)             # one line of ours instead of its retries
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)           # one line of ours, not its retries
+    how = {"split": "train", "streaming": True}
     try:
         try:
-            stream = datasets.load_dataset(repo, split="train", streaming=True)
-        except RuntimeError:                                                 # datasets 4 refuses a repository with a loading script
-            stream = datasets.load_dataset(repo, split="train", streaming=True, revision="refs/convert/parquet")
-        for row in stream.skip(start) if start else stream:
-            yield row["text"], row["text"].encode("utf-8", "replace")
-    except Exception as e:                                                   # whatever the network layer raises
-        raise ValueError(f"{repo} cannot be read ({type(e).__name__}: {str(e).strip().partition(chr(10))[0][:100]}): connect to the network and run the "
-                         "same command again, name a copy or a folder with --repo, or take another corpus, such as python data.py stdlib")
+            rows = datasets.load_dataset(repo, **how)
+        except RuntimeError:                     # datasets 4 refuses a repository with a loading script
+            rows = datasets.load_dataset(repo, **how, revision="refs/convert/parquet")
+        for row in rows:
+            text = row["text"] or ""
+            yield text, text.encode("utf-8", "replace")
+    except Exception as e:                       # whatever the network layer raises
+        reason = str(e).strip().partition("\n")[0][:100]
+        raise ValueError(f"{repo} cannot be read ({type(e).__name__}: {reason}): connect to the network and "
+                         "run this again, name a copy with --repo, or take another corpus, such as stdlib")
 
 
-def is_val(name, share=10):
-    """Is this document the one in `share` that is held out? A pure function of its name."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "replace")).digest()[:8], "big") % share == 0
+# -----------------------------------------------------------------------------------------------------------
+# Preparing
+
+def is_val(name, one_in=10):
+    """Is this document the one in `one_in` that is held out? A pure function of its name."""
+    digest = hashlib.sha256(name.encode("utf-8", "replace")).digest()
+    return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
-def in_batches(documents):
-    """Lists of documents, of about BATCH_BYTES each."""
-    batch, size = [], 0
-    for name, raw in documents:
-        batch.append((name, raw))
-        size += len(raw)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def shingles(ids):
+    """A 64-bit hash of every 32 ids in a row: (T,) -> (T - 31,) uint64, a polynomial in an odd number."""
+    hashes = ids.astype(np.uint64)
+    for width in (1, 2, 4, 8, 16):               # two hashes of `width` ids make one of twice as many
+        factor = np.uint64(pow(0x9E3779B97F4A7C15, width, 2 ** 64))
+        hashes = hashes[:-width] * factor + hashes[width:]
+    return hashes
 
 
-def read_ahead(iterator, pool):
-    """The same items; while one is worked on, the next is read in a thread of the pool."""
-    item = pool.submit(next, iterator, None)
-    while (value := item.result()) is not None:
-        item = pool.submit(next, iterator, None)
-        yield value
+def without_copies(documents, train):
+    """The documents (lists of ids) of which at most half of the shingles occur in the ids of `train`.
 
-
-def prepare(documents, out, name_of_encoding="bytes", source="", *, tokens=UNLIMITED, val_tokens=UNLIMITED, share=10, resumable=False):
-    """Write out/train.bin, out/val.bin, out/meta.json from (name, bytes) pairs; the files appear whole or not at all.
-
-    documents: a function from a number n to an iterator over all documents but the first n. One document in `share`, by a hash of its
-    name, goes to val.bin while that is shorter than val_tokens; the others to train.bin, to `tokens`. Where that leaves one of them
-    empty, the last tenth of the text is held out instead. resumable: what an interrupted call leaves, the next one continues, to the same bytes.
-    Raises ValueError if there is no text, or an interrupted call had other arguments or other documents.
+    Of many shingles only those with the smallest hashes are looked for, so memory is bounded. A document
+    shorter than a shingle stays.
     """
-    encode, vocab_size = encoder(name_of_encoding)
-    out, limit = Path(out), {"train": tokens, "val": val_tokens}
-    out.mkdir(parents=True, exist_ok=True)
-    note, settings = out / "progress.json", {"encoding": name_of_encoding, "source": source, "limit": limit, "share": share}
-    partial = {split: out / f"{split}.bin.{'partial' if resumable else os.getpid()}" for split in limit}
-    state = settings | {"train": 0, "val": 0, "documents": 0, "last": ""}
-    if resumable and not note.exists() and (out / "meta.json").exists():
-        meta, size = json.loads((out / "meta.json").read_text()), lambda path: path.stat().st_size if path.exists() else -1
-        if all(meta.get(name) == value for name, value in settings.items()) and \
-                all(size(out / f"{split}.bin") == 2 * meta[f"{split}_tokens"] for split in limit):
-            return meta                                                      # done before
-    if resumable and note.exists():
-        state = json.loads(note.read_text())
-        if any(state[name] != value for name, value in settings.items()):
-            raise ValueError(f"{note} is of an interrupted preparation with other settings: repeat those, or delete it to start again")
-        print(f"{out}: continuing after {state['documents']:,} documents, {state['train']:,} training tokens", flush=True)
-    start = shown = saved = time.time()
-    last, before = b"", state["train"]
-    digest = lambda raw: hashlib.sha256(raw).hexdigest()
-
-    def where():
-        rate = (state["train"] - before) / (time.time() - start)
-        goal = f" of {tokens:,} ({100 * state['train'] / tokens:.1f}%), ETA {clock((tokens - state['train']) / max(rate, 1))}"
-        return f"{out}: {state['train']:,}{goal if tokens < UNLIMITED else ''} training tokens, {rate:,.0f} tok/s"
-    try:
-        files = {split: path.open("r+b" if state["documents"] else "wb") for split, path in partial.items()}
-        for split, f in files.items():
-            f.truncate(2 * state[split])
-            f.seek(0, os.SEEK_END)
-        rest = documents(max(0, state["documents"] - 1))
-        if state["documents"] and digest(last := next(rest, ("", b""))[1]) != state["last"]:
-            raise ValueError(f"{source} is no longer what it was when this was interrupted: delete {note} to start again")
-        with ThreadPoolExecutor(1) as pool:
-            for batch in read_ahead(in_batches(rest), pool):
-                for (name, last), ids in zip(batch, encode([raw for _, raw in batch])):
-                    split = "val" if is_val(name, share) else "train"
-                    ids = ids[:limit[split] - state[split]]
-                    files[split].write(ids.tobytes())
-                    state[split] += len(ids)
-                    state["documents"] += 1
-                    if state["train"] == tokens:
-                        break
-                if state["train"] == tokens:
-                    break
-                if resumable and time.time() - saved >= SAVE_SECONDS:
-                    for f in files.values():
-                        f.flush(), os.fsync(f.fileno())
-                    write_json(note, state | {"last": digest(last)})
-                    saved = time.time()
-                shown = progress(shown, where)
-        if not resumable and bool(state["train"]) != bool(state["val"]):     # few documents, all on one side
-            side = "train" if state["train"] else "val"
-            files[side].flush()
-            ids = np.fromfile(partial[side], np.uint16)
-            cut = len(ids) - min(max(1, len(ids) // 10), val_tokens)
-            for split, part in (("train", ids[:min(cut, tokens)]), ("val", ids[cut:])):
-                files[split].seek(0), files[split].truncate(), files[split].write(part.tobytes())
-                state[split] = len(part)
-        for f in files.values():
-            f.flush(), os.fsync(f.fileno()), f.close()
-        if not state["train"] or not state["val"]:
-            raise ValueError(f"{source or 'the input'} gave {state['train']:,} training and {state['val']:,} validation tokens "
-                             f"from {state['documents']} documents: it needs more text")
-        meta = {"encoding": name_of_encoding, "vocab_size": vocab_size, "train_tokens": state["train"],
-                "val_tokens": state["val"], "documents": state["documents"], "source": source} | (settings if resumable else {})
-        write_json(out / "meta.json", meta)
-        if resumable:
-            note.unlink(missing_ok=True)                                     # from here on a kill means starting again
-        for split, path in partial.items():
-            os.replace(path, out / f"{split}.bin")
-        return meta
-    finally:
-        if not resumable or not note.exists():                               # nothing to go on from
-            for path in partial.values():
-                path.unlink(missing_ok=True)
+    total = sum(map(len, documents))
+    limit = min(2 ** 64 - 1, 2 ** 64 * LOOKED_FOR // max(1, total))
+    hashes = [h[h <= limit] for h in map(shingles, documents)]
+    known = np.unique(np.concatenate([*hashes, np.array([limit], np.uint64)]))
+    copied = np.zeros(len(known), bool)
+    for start in range(0, len(train), 2 ** 18):
+        found = shingles(train[start:start + 2 ** 18 + 31])
+        found = found[found <= limit]
+        place = np.searchsorted(known, found)
+        copied[place[known[place] == found]] = True
+    copies = [len(h) > 0 and copied[np.searchsorted(known, h)].mean() > 0.5 for h in hashes]
+    return [document for document, copy in zip(documents, copies) if not copy]
 
 
-@contextmanager
-def written_whole(path, mode="w", suffix=None):
-    """A file to write under a temporary name, path.suffix (default: the process id); flushed to disk, then renamed: whatever happens, `path` is whole."""
-    partial = Path(f"{path}.{suffix or os.getpid()}")
-    try:
-        with partial.open(mode) as f:
-            yield f
-            f.flush(), os.fsync(f.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+def encoded(documents, encode):
+    """(name, ids) of each document, encoded 64 at a time over all threads."""
+    documents = iter(documents)
+    while batch := list(islice(documents, 64)):
+        yield from zip([name for name, _ in batch], encode([raw for _, raw in batch]))
 
 
-def write_json(path, value):
-    """Raises ValueError for not-a-number and infinity."""
-    with written_whole(path) as f:
-        f.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+def write_train(documents, file, tokens, val_tokens, one_in, label):
+    """Write the training documents to a file -> held-out documents, number read, number without text."""
+    held_out, held, written, count, empty = [], 0, 0, 0, 0
+    start = shown = time.time()
+
+    def so_far():
+        rate = written / (time.time() - start)
+        text = f"{label}: {written:,} training tokens, {rate:,.0f} tok/s"
+        if tokens == UNLIMITED:
+            return text
+        return f"{text}, {100 * written / tokens:.1f}%, ETA {clock((tokens - written) / max(rate, 1))}"
+
+    for name, ids in documents:
+        if len(ids) == 1:                        # nothing but <|endoftext|>
+            empty += 1
+            continue
+        count += 1
+        if is_val(name, one_in):
+            if held < val_tokens:
+                held_out.append(ids[:val_tokens - held])
+                held += len(held_out[-1])
+        else:
+            ids = ids[:tokens - written]
+            file.write(ids.tobytes())
+            written += len(ids)
+        if written == tokens:
+            break
+        shown = progress(shown, so_far)
+    return held_out, count, empty
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def last_tenth(file, documents, tokens, val_tokens):
+    """All text is on one side: make the file its first nine tenths -> [the rest]."""
+    ids = np.concatenate([np.fromfile(file.name, np.uint16), *documents])
+    cut = max(0, len(ids) - min(max(1, len(ids) // 10), val_tokens))
+    file.seek(0)
+    file.truncate()
+    file.write(ids[:min(cut, tokens)].tobytes())
+    return [ids[cut:]]
+
+
+def prepare(documents, out, name="bytes", source="", tokens=UNLIMITED, val_tokens=UNLIMITED, one_in=10):
+    """Write out/train.bin, val.bin and meta.json, within `alone(out)`.
+
+    documents (name, bytes) pairs; one in `one_in` is held out, to val_tokens, the others are training text,
+    to `tokens`; name: of the encoding. ValueError for too little text, or a folder of another source.
+    """
+    encode, vocab_size = encoder(name)
+    bins = out / "train.bin", out / "val.bin"
+    if any(path.exists() for path in bins) and note(out).get("source") != source:
+        raise ValueError(f"{out} holds {note(out).get('source', 'text of unknown source')}: choose another "
+                         "--name, or delete it first")
+    with written_whole(bins[0], "w+b", "partial") as train, written_whole(bins[1], "wb", "partial") as val:
+        documents = encoded(documents, encode)
+        held_out, count, empty = write_train(documents, train, tokens, val_tokens, one_in, out)
+        train.flush()
+        kept = held_out
+        if train.tell():
+            kept = without_copies(held_out, np.memmap(train.name, np.uint16, "r"))
+        left_out = {"empty": empty, "copies": len(held_out) - len(kept)}
+        if not train.tell() or not kept:
+            kept = last_tenth(train, kept, tokens, val_tokens)
+        val.write(np.concatenate(kept).tobytes())
+
+        sizes = train.tell() // 2, val.tell() // 2
+        if 0 in sizes:
+            raise ValueError(f"{source or 'the input'} gave {sizes[0]:,} training and {sizes[1]:,} "
+                             f"validation tokens from {count} documents: it needs more text")
+        meta = {"encoding": name, "vocab_size": vocab_size, "train_tokens": sizes[0], "val_tokens": sizes[1],
+                "documents": count, "left_out": left_out, "source": source}
+        for path in bins:                        # old and new files never stand side by side
+            path.unlink(missing_ok=True)
+        write_json(out / "meta.json", meta, "partial")
+    print(f"{out}: {count:,} documents, {sizes[0]:,} training and {sizes[1]:,} validation tokens "
+          f"({name}, {vocab_size:,} ids)\n{out}: left out {empty:,} files or lines without text, and "
+          f"{left_out['copies']:,} held-out documents that copy training text")
+
+
+# -----------------------------------------------------------------------------------------------------------
 # Reading
 
-def find(data):
-    """Folder of a data set: a path that holds val.bin, or a name under data/; "stdlib" is prepared if it is missing."""
-    for folder in (Path(data), Path("data") / data):
+def find(name):
+    """Folder of a data set: a path with token files, or a name under data/; makes "stdlib" if missing."""
+    default = Path("data/stdlib")
+    if name == "stdlib" and not (default / "train.bin").exists():
+        with alone(default):
+            if not (default / "train.bin").exists():         # else another process has just made it
+                prepare(stdlib_documents(), default, "bytes", STDLIB)
+    for folder in (Path(name), Path("data") / name):
         if (folder / "train.bin").exists() or (folder / "val.bin").exists():
             return folder
-    if data != "stdlib":
-        make = "openwebtext" if data == "openwebtext" else "PATH... --name NAME"
-        raise ValueError(f"no data set {data}: neither {data}/train.bin nor data/{data}/train.bin exists; make it with python data.py {make}")
-    meta = prepare(lambda start: stdlib_documents(), Path("data/stdlib"), "bytes", f"Python {platform.python_version()} standard library")
-    print(f"data/stdlib: {meta['source']} as bytes, {meta['train_tokens']:,} + {meta['val_tokens']:,} tokens")
-    return Path("data/stdlib")
+    make = "openwebtext" if name == "openwebtext" else "PATH... --name NAME"
+    raise ValueError(f"no data set {name}: neither {name}/train.bin nor data/{name}/train.bin exists; "
+                     f"make it with python data.py {make}")
 
 
-def vocabulary(folder):
-    """Number of token ids of a data set: from meta.json, else GPT-2's, as nanoGPT's files have no such note."""
-    meta = Path(folder) / "meta.json"
+class PlainUnpickler(pickle.Unpickler):
+    """Reads dictionaries, strings and numbers; refuses everything that could run code."""
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def characters(folder):
+    """The characters of nanoGPT's meta.pkl in the order of their ids: characters(folder)[id] decodes one."""
+    path = Path(folder) / "meta.pkl"
     try:
-        return json.loads(meta.read_text())["vocab_size"] if meta.exists() else 50257
-    except (ValueError, KeyError):
-        raise ValueError(f"{meta} is not a JSON object with a vocab_size")
+        with path.open("rb") as file:
+            itos = PlainUnpickler(file).load()["itos"]
+        letters = [itos[i] for i in range(len(itos))]
+    except Exception:                            # whatever damaged pickles raise
+        letters = []
+    if not letters or not all(isinstance(letter, str) for letter in letters):
+        raise ValueError(f"{path} is not nanoGPT's dictionary with itos, the character of every id")
+    return letters
+
+
+def note(folder):
+    """What a folder says of its text: meta.json, else the characters of nanoGPT's meta.pkl, else {}."""
+    meta = Path(folder) / "meta.json"
+    if meta.exists():
+        try:
+            value = json.loads(meta.read_text())
+            if value["vocab_size"] in range(1, 2 ** 16 + 1):
+                return value
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise ValueError(f"{meta} is not a JSON object with a vocab_size from 1 to 65,536")
+    if not (meta.parent / "meta.pkl").exists():
+        return {}
+    letters = characters(folder)
+    digest = hashlib.sha256(repr(letters).encode()).hexdigest()
+    return {"encoding": f"characters:{digest[:8]}", "vocab_size": len(letters)}
+
+
+def describe(folder):
+    """-> name of the encoding, number of ids; without a note: "unknown", one more than the highest id."""
+    known = note(folder)
+    if known:
+        return known.get("encoding", "unknown"), known["vocab_size"]
+    splits = [split for split in ("train", "val") if (Path(folder) / f"{split}.bin").exists()]
+    return "unknown", 1 + max(int(load(folder, split, 1).max()) for split in splits or ["train"])
+
+
+def check_encoding(folder, encoding, vocab_size=None):
+    """Raises ValueError if the folder's text has another encoding than a checkpoint's (encoding, vocab_size).
+
+    Where one is "unknown" (token files without a note) the sizes decide, if given: more than four times
+    apart, they are different encodings; nearer ones cannot be told apart and pass.
+    """
+    here, size = describe(folder)
+    if "unknown" in (here, encoding):
+        same = vocab_size is None or max(size, vocab_size) <= 4 * min(size, vocab_size)
+    else:
+        same = here == encoding
+    if not same:
+        raise ValueError(f"{folder} is text in the encoding {here} ({size:,} ids), the checkpoint's is "
+                         f"{encoding}: name data in that encoding")
 
 
 def load(folder, split, at_least, vocab_size=None):
-    """A split as a read-only uint16 array on disk. Raises ValueError, naming the file, if it is missing, too short, or, where a
-    vocab_size is given, holds a token id beyond it (all of the file is read for that)."""
+    """A split as a read-only uint16 array on disk.
+
+    Raises ValueError, naming the file, if it is missing, too short, or, where a vocab_size is given, holds
+    an id beyond it (all of the file is read for that).
+    """
     path = Path(folder) / f"{split}.bin"
     size = path.stat().st_size if path.is_file() else 0
     if not size:
@@ -331,49 +452,77 @@ def load(folder, split, at_least, vocab_size=None):
     return tokens
 
 
-def batch(tokens, step, seed, rank=0, world_size=1, *, batch_size, block_size):
-    """This rank's share of the step's `batch_size` sequences, drawn with replacement: a pure function of its arguments.
+def batch(tokens, iter_num, seed, rank=0, world_size=1, *, batch_size, block_size):
+    """This rank's part of an iteration's `batch_size` sequences, drawn with replacement: a pure function.
 
-    tokens uint16 array -> x, y (batch_size / world_size, block_size) int64, y one token ahead of x. The sequences of a step do
-    not depend on world_size, so a run may resume on another number of ranks and see the same stream.
+    tokens uint16 array -> x, y (batch_size / world_size, block_size) int64, y one token ahead of x. What an
+    iteration reads does not depend on world_size: a run may resume on another number of ranks.
     """
-    draw = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, step, 0]))
+    draw = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, iter_num, 0]))
     starts = draw.integers(0, len(tokens) - block_size, size=batch_size)[rank::world_size]
     rows = np.stack([tokens[i:i + block_size + 1] for i in starts]).astype(np.int64)
+    if isinstance(tokens, np.memmap) and hasattr(mmap, "MADV_DONTNEED"):
+        tokens._mmap.madvise(mmap.MADV_DONTNEED)             # pages once read do not add up in this process
     return rows[:, :-1], rows[:, 1:]
 
 
-def main():
+# -----------------------------------------------------------------------------------------------------------
+# Command line
+
+def folder_for(path, name):
+    """data/NAME; by default the name of the path, without the suffix of a text file."""
+    path = Path(os.path.abspath(path))
+    without_suffix = path.suffix.lower() in TEXT and not path.is_dir()
+    name = name or (path.stem if without_suffix else path.name)
+    if name in ("", "..") or Path(name).name != name:
+        raise ValueError(f"data/{name} is no folder of its own: give a plain name with --name")
+    return Path("data") / name
+
+
+def token_count(text):
+    """"3e9" -> 3000000000."""
+    value = float(text)
+    if not value >= 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(min(value, UNLIMITED))
+
+
+def arguments():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", help='"stdlib", "openwebtext", or text files and folders')
-    parser.add_argument("--encoding", help="bytes, gpt2, or another of tiktoken's with at most 65,536 tokens (default: gpt2 for openwebtext, else bytes)")
-    parser.add_argument("--name", help="write to data/NAME (default: the name of the first path)")
-    parser.add_argument("--tokens", type=float, help="end of the training split (default: 3e9 for openwebtext, else all)")
-    parser.add_argument("--val_tokens", type=float, help="end of the validation split (default: 5e6 for openwebtext, else all)")
-    parser.add_argument("--repo", default=OPENWEBTEXT, help="openwebtext: another data set of the Hugging Face hub, or a local folder of its files")
-    args = parser.parse_args()
-    stdlib, web = args.paths == ["stdlib"], args.paths == ["openwebtext"]
-    out = Path("data") / (args.name or Path(args.paths[0]).stem)
-    limits = {name: int(min(UNLIMITED, default if given is None else given)) for name, given, default in
-              (("tokens", args.tokens, 3e9 if web else UNLIMITED), ("val_tokens", args.val_tokens, 5e6 if web else UNLIMITED))}
+    add = parser.add_argument
+    add("paths", nargs="+", help='"stdlib", "openwebtext", or text files and folders')
+    add("--encoding", help="bytes, gpt2, gpt2:8192 (its first 8,192 ids), or another of tiktoken's with at "
+        "most 65,536 ids (default: gpt2 for openwebtext, else bytes)")
+    add("--name", help="write to data/NAME (default: the name of the first path)")
+    add("--tokens", type=token_count, help="of the training split (default: 3e9 for openwebtext, else all)")
+    add("--val_tokens", type=token_count, help="of validation (default: 5e6 for openwebtext, else all)")
+    add("--repo", default=OPENWEBTEXT, help="openwebtext: another data set of the hub, or a local folder")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    limits = args.tokens or UNLIMITED, args.val_tokens or UNLIMITED
+    encoding_name, one_in = args.encoding or "bytes", 10
+    if args.paths == ["stdlib"]:
+        documents, source = stdlib_documents(), STDLIB
+    elif args.paths == ["openwebtext"]:
+        documents, source = openwebtext_documents(args.repo), args.repo
+        limits = args.tokens or 3 * 10 ** 9, args.val_tokens or 5 * 10 ** 6
+        encoding_name, one_in = args.encoding or "gpt2", 20
+    else:
+        documents = file_documents(args.paths)
+        source = ", ".join(str(Path(path).resolve()) for path in args.paths)
     try:
-        if min(limits.values()) < 1:
-            raise ValueError("--tokens and --val_tokens must be at least 1")
-        if stdlib:
-            documents, source = lambda start: stdlib_documents(), f"Python {platform.python_version()} standard library"
-        elif web:
-            documents, source = lambda start: openwebtext_documents(start, args.repo), args.repo
-        else:
-            documents, source = lambda start: file_documents(args.paths), ", ".join(Path(p).name for p in args.paths)
-        meta = prepare(documents, out, args.encoding or ("gpt2" if web else "bytes"), source, **limits,
-                       **{"share": 20, "resumable": True} if web else {})
+        out = folder_for(args.paths[0], args.name)
+        with alone(out):
+            prepare(documents, out, encoding_name, source, *limits, one_in)
     except (ValueError, OSError) as e:
         die(e)
     except KeyboardInterrupt:
-        print(f"interrupted; {'the same command goes on from here' if web else 'nothing was written'}", file=sys.stderr)
+        print("interrupted; nothing was written", file=sys.stderr)
         raise SystemExit(130)
-    print(f"{out}: {meta['documents']:,} documents, {meta['train_tokens']:,} training and {meta['val_tokens']:,} validation tokens "
-          f"({meta['encoding']}, {meta['vocab_size']:,} ids)")
 
 
 if __name__ == "__main__":

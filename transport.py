@@ -28,9 +28,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-SEGMENT = 512       # queries that biased attention and PaTH take at a time
+SEGMENT = 768       # queries that biased attention and PaTH take at a time; CPU kernels take larger tiles from 768 on
 CHUNK = 64          # steps in a chunk of the UT transform
 NEVER = -2.0 ** 15  # a logit this far below the best of its row has no weight
+TINY = 1e-30        # PaTH's keys fade; what is smaller than this would make some CPUs ten times slower
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,11 +218,11 @@ def kernel_dtype(q, key_bias):
     return torch.promote_types(q.dtype, torch.float32) if learned or q.device.type == "cpu" else q.dtype
 
 
-def bias_mask(bias, best, rows, keys):
+def bias_mask(bias, best, rows, keys, dtype):
     """bias_j - best_i for queries in rows and keys in keys (slices of positions), (B|1, H|1, rows, keys); -inf ahead of i."""
-    mask = (bias[..., None, keys] - best[..., rows, None]).clamp_min(NEVER)
-    place = torch.arange(bias.size(-1), device=bias.device)
-    return mask.masked_fill(place[keys] > place[rows, None], -math.inf)
+    mask = (bias[..., None, keys] - best[..., rows, None]).to(dtype)
+    ahead = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1 + rows.start - keys.start)
+    return mask.masked_fill(ahead, -math.inf)
 
 
 def running_best(bias):
@@ -232,7 +233,7 @@ def running_best(bias):
 def masked_attention(q, k, v, bias):
     """Short texts: the bias of every pair as a mask. Its gradient goes through an extra channel, which keeps kernels fused."""
     d, T = q.size(-1), k.size(2)
-    mask = bias_mask(bias.detach(), running_best(bias), slice(T - q.size(2), T), slice(0, T)).to(q.dtype)
+    mask = bias_mask(bias.detach(), running_best(bias), slice(T - q.size(2), T), slice(0, T), q.dtype)
     if bias.requires_grad:
         nothing = (bias - bias.detach()) * math.sqrt(d)     # adds zero to a logit, but takes its gradient
         channels = F.pad(nothing[..., None], (0, 7)).to(k.dtype).expand(*k.shape[:3], 8)
@@ -245,58 +246,51 @@ def segmented_attention(q, k, v, bias):
     """Long texts: segments of queries, with explicit logits for the keys of the segment and one SDPA for those before it."""
     wide = torch.promote_types(q.dtype, torch.float32)
     d, T = q.size(-1), k.size(2)
-    first, best, values, out = T - q.size(2), running_best(bias), marked_values(v), []
+    first, best, out = T - q.size(2), running_best(bias), []
 
     for start in range(first, T, SEGMENT):
         near = slice(start, min(start + SEGMENT, T))
         rows = q[:, :, near.start - first:near.stop - first]
-        logits = rows.to(wide) @ k[:, :, near].to(wide).mT * d ** -0.5 + bias_mask(bias, best, near, near).to(wide)
-        out.append(near_and_far(logits, rows, k[:, :, :start], values, bias, best))
+        logits = rows.to(wide) @ (k[:, :, near].to(wide).mT * d ** -0.5) + bias_mask(bias, best, near, near, wide)
+        out.append(near_and_far(logits, v[:, :, near], rows, k[:, :, :start], v[:, :, :start], bias, best))
 
     return torch.cat(out, dim=2)
 
 
-def marked_values(v):
-    """Values of all keys as `near_and_far` takes them: with room for channels, and a first row that marks one of them."""
-    d, n = v.size(-1), digits_of(v.dtype)
-    values = F.pad(v, (0, 2 * n, 1, 0))
-    values[:, :, 0, d] = 1.0
-    return values
-
-
-def near_and_far(logits, q, far_k, values, bias, best):
+def near_and_far(logits, near_v, q, far_k, far_v, bias, best):
     """One softmax over the keys of a segment, with known logits (B, H, S, S), and all keys before it. -> (B, H, S, d)
 
-    q (B, H, S, d), far_k (B, H, start, d), values from `marked_values`, bias and best (B|1, H|1, T) of all positions.
+    q, near_v (B, H, S, d); far_k, far_v (B, H, start, d); bias and best (B|1, H|1, T) of all positions.
     SDPA does not tell its normaliser, so the near keys take part in its call as one more key: its logit is their log-sum-exp,
-    its value marks an extra channel, and what arrives in that channel is the weight of the near part.
+    its value marks an extra channel, and what arrives in that channel is the weight of the near part. That key comes last:
+    a kernel that meets the largest logit first computes weights of 1e-40 for far keys, which is slow on some CPUs.
     """
     (B, H, S, d), start, wide = q.shape, far_k.size(2), logits.dtype
-    lse = logits.logsumexp(-1, keepdim=True)
-    near = (logits - lse).exp() @ values[:, :, 1 + start:1 + start + S, :d].to(wide)
+    weights = logits.softmax(-1)
+    near = weights @ near_v.to(wide)
     if start == 0:
         return near.to(q.dtype)
 
     zero = best[..., start - 1, None]                       # that of all far logits
-    near_logit = (lse[..., 0] + (best[..., start:start + S] - zero)).clamp(NEVER, -NEVER)
+    lse = logits.amax(-1) - weights.amax(-1).log()          # cheaper than logsumexp, and as exact
+    near_logit = (lse + (best[..., start:start + S] - zero)).clamp(NEVER, -NEVER)
     far_bias = (bias[..., :start] - zero).clamp_min(NEVER)
-    n = digits_of(q.dtype)
+    n = 8 if wide == torch.float64 else 4                   # four digits are right to 2^-32, and keep head dims even in 8s
     e, near_digits = digits(near_logit, d, n)
     e, far_digits = digits(far_bias, d, n)
 
-    keys = q.new_zeros(B, H, 1 + start, d + 2 * n)          # channels: head dim, logit of the near keys, bias of the far ones
-    keys[:, :, 0, d:d + n] = e
-    keys[:, :, 1:, :d] = far_k
-    keys[:, :, 1:, d + n:] = far_digits
+    # channels: the head dim, n for the logit of the near keys, n for the bias of the far ones
     queries = torch.cat((q, near_digits.to(q.dtype), q.new_full((B, H, S, n), e)), dim=-1)
+    keys = q.new_zeros(B, H, start + 1, d + 2 * n)
+    values = torch.zeros_like(keys)
+    keys[:, :, :start, :d] = far_k
+    keys[:, :, :start, d + n:] = far_digits
+    keys[:, :, start, d:d + n] = e
+    values[:, :, :start, :d] = far_v
+    values[:, :, start, d] = 1
 
-    y = softmax_attention(queries, keys, values[:, :, :1 + start], causal=False, scale=d ** -0.5).to(wide)
+    y = softmax_attention(queries, keys, values, causal=False, scale=d ** -0.5).to(wide)
     return (y[..., :d] + y[..., d:d + 1] * near).to(q.dtype)
-
-
-def digits_of(dtype):
-    """How many digits a logit needs: four are right to 2^-32 of it, and keep head dims a multiple of 8."""
-    return 8 if dtype == torch.float64 else 4
 
 
 def digits(logit, d, n):
@@ -417,15 +411,15 @@ def path_attention(q, k, v, w, beta, key_bias=None, past=None):
         best = running_best(bias)
         keys = past["k"] if old else k[:, :, :0]            # those before the segment, carried to its start
         v = append(past, "v", v, 2) if past is not None else v
-        values = marked_values(v.to(kernel))
 
         for start in range(0, T, SEGMENT):
             now = slice(start, min(start + SEGMENT, T))
             near = slice(old + now.start, old + now.stop)
             logits, q_start, k_end, product = path_segment(q[:, :, now], k[:, :, now], w[:, :, now], beta[:, :, now])
-            logits = logits * d ** -0.5 + bias_mask(bias, best, near, near).to(wide)
-            out.append(near_and_far(logits, q_start.to(kernel), keys, values, bias, best))
-            keys = torch.cat((keys @ product, k_end), dim=2)
+            logits = logits * d ** -0.5 + bias_mask(bias, best, near, near, wide)
+            far_v = v[:, :, :near.start]
+            out.append(near_and_far(logits, v[:, :, near], q_start.to(kernel), keys, far_v, bias, best))
+            keys = torch.cat((F.hardshrink(keys @ product, TINY), k_end), dim=2)
 
         if past is not None:
             past["k"] = keys
