@@ -16,6 +16,7 @@ bounded by lam = |q||k|/sqrt(d), pair b adds lam_pairs = |q_b||k_b|/sqrt(d) to i
 import argparse
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from train import pick_device
 from transport import Rotation, chunks, rope_steps, rotate, ut_transform
 
 CHECKS = []   # (section, check) in the order of this file
+TABLE = {"section": "", "formula": ".5g", "": "", "simulated": ".5g", "+-": ".1g", "holds": "", "claim": ""}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -198,8 +200,8 @@ def phases_forget(g):
 def mixing_time(r, eps, weight=1.0):
     """n_mix: the smallest n with sum_b weight_b r_b^n <= eps; for one pair ln(1/eps) / ln(1/r), rounded up.
 
-    r and weight (pairs,) or numbers -> a number: inf at r = 1 (RoPE), nan if r is. For a softmax, logits must be
-    right to eps nats: that takes n_mix(eps / lam) steps, not n_mix(eps).
+    r and weight (pairs,) or numbers -> a number: inf at r = 1 (RoPE), nan if r is. Logits are right to eps nats
+    after n_mix(eps / lam) steps, not n_mix(eps).
     """
     def left(n):
         return float((f64(weight) * f64(r) ** n).sum())
@@ -227,8 +229,8 @@ def mixing_takes_logarithmic_time(g):
 def reflection_moments(n, d, cos):
     """(E s, E s^2) after n reflections I - 2ww', w uniform, |q| = |k| = 1, q.k = cos; limits 0 and 1/d.
 
-    E M = (1 - 2/d) I, the largest gap of reflections of any law (the trace of E ww' is 1); symmetric traceless
-    matrices shrink by (d-2)/(d+2) a step.
+    E M = (1 - 2/d) I, the largest gap of reflections of any law, since the trace of E ww' is 1. Symmetric
+    traceless matrices shrink by (d-2)/(d+2) a step.
     """
     first = (1 - 2 / d) ** n * cos
     second = 1 / d + ((d - 2) / (d + 2)) ** n * (cos ** 2 - 1 / d)
@@ -322,17 +324,16 @@ def haar_steps_concentrate(g):
     yield "... nearly sharp: d = 2, t = .7", haar_tail_bound(0.7, 2), ">=", haar_tail(0.7, 2), 1.22
     yield "Levy's lemma: P(s >= t) <= e^(-(d-1)t^2/2)", levy, ">=", exact
 
-    sharp, levy = (tail(0.5, 64) / haar_tail(0.5, 64) for tail in tails[1:])
-    yield "! how many times too large at d = 64, t = .5, and Levy's", sharp, "<", levy
-    ratio = levy_bound(0.1, 64) / haar_tail_bound(0.1, 64)
-    yield "! Levy's over the sharper one at t = .1: 2 e^(t^2/2)", ratio, "=", 2 * math.exp(0.005)
+    tail, bound, levy = (tail(0.5, 64) for tail in tails)
+    yield "... d = 64, t = .5: 5.2 times too large", bound, ">=", tail, 5.3
+    yield "! Levy's: 34 times too large", levy, ">=", tail, 35
 
 
 def pairs_tail(t, r, proxy=1.0):
-    """P(S >= mean + t) <= e^(-t^2 / (2 proxy R)): S = sum_b r_b cos(phase_b), R = sum r_b^2, independent pairs.
+    """P(S >= mean + t) <= e^(-t^2 / (2 proxy R)), S = sum_b r_b cos(phase_b), independent pairs, R = sum r_b^2.
 
-    proxy 1: any law, any number of steps, mean = sum r_b |chi_b|^n (Hoeffding). proxy 1/2: uniform phases, mean
-    0, by I_0(x) <= e^(x^2/4). Energy must be spread over the pairs: for d stands 2 (sum r_b)^2 / R.
+    proxy 1: any law, any number of steps, mean = sum r_b |chi_b|^n (Hoeffding). proxy 1/2: uniform phases,
+    mean 0, by I_0(x) <= e^(x^2/4). Energy must be spread over the pairs: for d stands 2 (sum r_b)^2 / R.
     """
     return torch.exp(-t * t / (2 * proxy * (r ** 2).sum()))
 
@@ -350,7 +351,7 @@ def pairs_tail_finite(t, r, chi, n):
 
 
 def cramer_rate(t, chi):
-    """-log P(S >= t pairs) / pairs, in the limit of many pairs with r_b = 1: max_a (a t - log E e^(a cos))."""
+    """-log P(S >= t pairs) / pairs for many pairs with r_b = 1 (Cramer): max_a (a t - log E e^(a cos))."""
     x, a = circle(256), 0.002 * count(1000)
     density = (1 + 2 * chi @ (count(len(chi))[:, None] * x).cos()) / 256
     mgf = torch.exp(a[:, None] * x.cos()) @ density
@@ -398,7 +399,7 @@ def near_scores_stay_high(g):
 
 
 def far_weight_bound(gap):
-    """A far token's weight over a near one's is at most this if all near logits exceed far ones by the gap."""
+    """A far token's weight is at most this times a near one's if near logits exceed far ones by the gap."""
     return math.exp(-gap)
 
 
@@ -438,7 +439,7 @@ def far_scores_stay_low(g):
 
 
 def far_partition(lam_pairs):
-    """Phi = E e^logit of a far token = prod_b I_0(lam_b) <= e^(sum lam_b^2 / 4), at every length (phases mixed).
+    """Phi = E e^logit of a far token = prod_b I_0(lam_b) <= e^(sum lam_b^2 / 4) at any length, phases mixed.
 
     It pins the far mass between E rho <= far Phi / (far Phi + Z_near), Z_near the sum of e^logit over near
     tokens, and rho >= far e^mean / (far e^mean + Z_near) (Jensen), where the mean far logit is about 0.
@@ -503,8 +504,9 @@ def attention_drifts_to_far_tokens(g):
     left = near_coefficient(1e9, 64, 4)
     yield "! it goes to 0, as near e^gap/far: far = 1e9, gap 4", 64e-9 * math.exp(4), ">=", left, 1.001
 
-    first = math.floor(9 * 64 * math.exp(4)) + 1            # so that far e^-lam >= 9 near e^lam
-    yield "rho >= .9 is forced from here on: lam = 2, near 64", forced_length(0.9, 64, 2), "=", 64 + first
+    far = forced_length(0.9, 64, 2) - 64
+    forced = far_mass(f64([far, far - 1]), 64, 4) - 0.9
+    yield "rho >= .9 is forced from here on, not one token before", forced.sign(), "=", [1, -1]
     yield "! lam = 8 forces 1/2 only far beyond 65,536", 65536, "<", forced_length(0.5, 64, 8)
 
 
@@ -532,18 +534,17 @@ def bias_far_bound(bias, near, lam):
 
 @check(6)
 def a_distance_bias_holds_attention(g):
-    n = count(300) - 1
+    n, bias = count(300) - 1, normal(g, 300)
     worst = torch.where(n < 20, full(300, -2.0), full(300, 2.0))
-    bound, rho = alibi_far_bound(20, 0.05, 2.0, 300), (worst - 0.05 * n).softmax(0)[20:].sum()
-    yield "ALiBi: rho <= R/(1+R); = for far +lam, near -lam", bound, "=", rho
-    forgot = 0.05 * n - (1 - 0.001 * uniform(g, 300)).log().cumsum(0)
-    rho = (worst - forgot).softmax(0)[20:].sum()
-    yield "the same for forget gates f <= e^-slope", bound, ">=", rho, 1.1
+    rho = (worst + bias).softmax(0)[20:].sum()
+    yield "any bias: rho <= R/(1+R); = for far +lam, near -lam", bias_far_bound(bias, 20, 2.0), "=", rho
+
+    alibi = alibi_far_bound(20, 0.05, 2.0, 300)
+    yield "ALiBi: the same in closed form", alibi, "=", bias_far_bound(-0.05 * n, 20, 2.0)
+    forget = (1 - 0.001 * uniform(g, 300)).log().cumsum(0) - 0.05 * n
+    yield "forget gates f <= e^-slope: no more than that", alibi, ">=", bias_far_bound(forget, 20, 2.0), 1.1
     near = math.log1p(math.exp(8) * 99) * 256
     yield "rho <= .01 for near = ln(1 + 99 e^(2 lam))/slope", alibi_far_bound(near, 1 / 256, 4), "=", 0.01
-    bias = normal(g, 300)
-    rho = (worst + bias).softmax(0)[20:].sum()
-    yield "any bias: rho <= R/(1+R); = as before", bias_far_bound(bias, 20, 2.0), "=", rho
 
     n = count(10 ** 6)
     limit = 1 - (n[:64] ** -2).sum() * 6 / math.pi ** 2
@@ -566,15 +567,15 @@ def value_gain(r):
 
 
 def value_moment(alpha, chi):
-    """E |sum alpha_j P_j c|^2 / |c|^2 = sum_jk alpha_j alpha_k Re chi^|j-k|, alpha (T,). Reflections: 1 - 2/d."""
+    """E |sum alpha_j P_j c|^2 / |c|^2 = sum_jk alpha_j alpha_k Re chi^|j-k|; for reflections chi = 1 - 2/d."""
     n = torch.arange(len(alpha))
     correlation = torch.as_tensor(chi, dtype=torch.complex128) ** (n[:, None] - n).abs()
     return alpha @ correlation.real @ alpha
 
 
 def background_bound(alpha, r, covariance):
-    """Values over a shared Gaussian background c ~ N(0, covariance): what sum_j alpha_j P_j c keeps of it has a
-    covariance of operator norm <= kappa sum alpha^2 ||covariance||."""
+    """Values over a shared Gaussian background c ~ N(0, covariance): sum_j alpha_j P_j c has a covariance of
+    operator norm <= kappa sum alpha^2 ||covariance||."""
     return value_gain(r) * (alpha ** 2).sum() * torch.linalg.matrix_norm(covariance, 2)
 
 
@@ -615,8 +616,8 @@ def far_output(c2, coherent, gain, n_eff, noise=0.0):
     """E |O|^2 / rho^2 ~ sum_b c2_b min(1, coherent_b^2 + gain_b/n_eff) + noise/n_eff.
 
     c2 = |c_b|^2 (..., pairs), noise = E |noise_j|^2, n_eff = (sum alpha)^2 / sum alpha^2. coherent: 1 for
-    values that stay, 0 for values carried by angles of their own, value_floor for the keys' angles (then up to
-    35 % too large in simulations, more with drift).
+    values that stay, 0 for values carried by angles of their own, value_floor for the keys' angles (then up
+    to 35 % too large in simulations, more with drift).
     """
     kept = (coherent ** 2 + gain / n_eff[..., None]).clamp(max=1)
     return (c2 * kept).sum(-1) + noise / n_eff
@@ -652,7 +653,7 @@ def what_is_left_of_far_output(g):
 # 8. Rotation and distance bias together: section 6 as it stands (|s| <= lam either way), section 4 improved
 
 def biased_partition(Phi, slope, near, length):
-    """E Z_far = Phi (e^(-slope near) - e^(-slope length)) / (1 - e^-slope), phases mixed: finite at any length.
+    """E Z_far = Phi (e^(-slope near) - e^(-slope length)) / (1 - e^-slope), finite at any length, phases mixed.
 
     E rho <= E Z_far / (E Z_far + Z_near) as before, with no log of the length.
     """
@@ -683,22 +684,36 @@ FAR = {"far_mass": ".4f", "predicted": ".4f", "mean_far": ".4f", "worst_case": "
        "coherence": ".3f", "expected": ".3f", "floor": ".3f", "n_eff^-.5": ".3f"}
 
 
+class Layer(NamedTuple):
+    """What `attend` takes: q, k, v (1, H, T, d), two transports or None, key bias (1, H, T) or None."""
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    transport: object
+    value_transport: object
+    key_bias: torch.Tensor
+
+
 def layer_inputs(model, idx):
-    """Walk the layers on token ids (1, T): yield what each one gives to `attend`."""
+    """Walk the layers on token ids (1, T), and yield the Layer of each."""
     x = model.wte(idx)
     shared = model.transport(idx, x)
     for block in model.h:
-        yield block.attn.inputs(block.ln_1(x), idx, shared)
+        yield Layer(*block.attn.inputs(block.ln_1(x), idx, shared))
         x = block(x, idx, shared)
 
 
 def phases_of(layer):
     """Phases (H|1, T, pairs) that a layer attends with; not a number where its steps are not rotations."""
-    q, _, _, transport, *_ = layer
-    if isinstance(transport, Rotation):
-        return transport.phase[0].double()
-    still = q.new_zeros(1, q.size(2), q.size(3) // 2, dtype=torch.float64)
-    return still if transport is None else still * math.nan
+    if isinstance(layer.transport, Rotation):
+        return layer.transport.phase[0].double()
+    still = pairs_of(layer.q[0, :1]).double() * 0
+    return still if layer.transport is None else still * math.nan
+
+
+def pairs_of(x):
+    """Lengths of channel pairs: (..., d) -> (..., d/2)."""
+    return x.unflatten(-1, (2, -1)).norm(dim=-2)
 
 
 def coherence(phase, n):
@@ -717,67 +732,59 @@ def path_products(q, k, path, rows):
     q, k (1, H, T, d). The queries are carried back, chunk by chunk of steps.
     """
     W, X = ut_transform(path.w, path.beta)
-    keys, size, q, products = chunks(k), W.size(3), q[:, :, rows], []
-    for n in reversed(range(W.size(2))):
+    keys, q, products = chunks(k), q[:, :, rows], []
+    places = chunks(torch.arange(k.size(2), device=rows.device)[None, None])[0, 0]
+    for n in reversed(range(len(places))):
         w, key = W[:, :, n], keys[:, :, n]
-        places = n * size + torch.arange(size, device=rows.device)
-        turned = (q @ w.mT * (places <= rows[:, None])) @ X[:, :, n]        # by steps up to the query's own
+        on_the_way = places[n] <= rows[:, None]             # steps up to the query's own, (Q, c)
+        turned = (q @ w.mT * on_the_way) @ X[:, :, n]
         products.append(q @ key.mT - turned @ (w @ key.mT).tril(-1))
         q = q - turned @ w
     return torch.cat(products[::-1], dim=-1)[..., :k.size(2)]
 
 
-def query_logits(q, k, transport, key_bias, rows):
-    """Logits of the queries in rows (Q,) and all keys, later ones too, (H, Q, T) float64. q, k (1, H, T, d)."""
+def query_logits(layer, rows):
+    """Logits of the queries in rows (Q,) to all keys, later ones too: (H, Q, T) float64."""
+    q, k, _, transport, _, key_bias = layer
     if hasattr(transport, "attend"):                        # PaTH cannot encode
         products = path_products(q, k, transport, rows)
     elif transport is None:
         products = q[:, :, rows] @ k.mT
     else:
         products = transport.encode(q)[:, :, rows] @ transport.encode(k).mT
+
     logits = products[0].double() / math.sqrt(q.size(-1))
-    return logits if key_bias is None else logits + key_bias[0, :, None] - key_bias[0][:, rows, None]
+    if key_bias is not None:
+        logits = logits + key_bias[0, :, None] - key_bias[0][:, rows, None]
+    return logits
 
 
 def far_statistics(layer, rows, near):
     """Attention of the queries in rows (Q,), ascending and >= near, to far keys: `near` or more tokens away.
 
-    layer: q, k, v (1, H, T, d), transport, value_transport, key_bias, as `attend` takes them. Logits are Q x T
-    a head, half the size of its keys; nothing is T x T. -> dict of (H, Q) tensors, and "logits" (buckets, 6),
-    "energy" (H, pairs), lam by pair.
+    Logits are Q x T a head, half the size of its keys; nothing is T x T. -> dict of tensors (H, Q), and
+    "logits" (buckets, 6), "energy" (H, pairs): lam by pair.
     """
-    q, k, v, transport, value_transport, key_bias = layer
-    root, far = math.sqrt(q.size(-1)), (rows + 1 - near).double()
-    logits = query_logits(q, k, transport, key_bias, rows)
-    distance = rows[:, None] - torch.arange(k.size(2), device=rows.device)
-    near_logits = logits.masked_fill((distance < 0) | (distance >= near), -math.inf)
-    far_logits = logits.masked_fill(distance < near, -math.inf)
-    gap = near_logits.logsumexp(-1) - math.log(near) - far_logits.logsumexp(-1) + far.log()
-    mean = (logits * (distance >= near)).sum(-1) / far
+    queries, keys, values = layer.q[0][:, rows], layer.k[0], layer.v[0]
+    root = math.sqrt(queries.size(-1))
+    logits = query_logits(layer, rows)
+    distance = rows[:, None] - torch.arange(len(keys[0]), device=rows.device)
+    is_near, is_far, far = (distance >= 0) & (distance < near), distance >= near, (rows + 1 - near).double()
+    near_logits = logits.masked_fill(~is_near, -math.inf)
+    far_logits = logits.masked_fill(~is_far, -math.inf)
+    near_mean = near_logits.logsumexp(-1) - math.log(near)
+    gap = near_mean - (far_logits.logsumexp(-1) - far.log())
+    mean = (logits * is_far).sum(-1) / far
 
-    # the worst case: scores within lam, a bias that may rise
-    queries, keys, values = q[0][:, rows], k[0], v[0]
     spread = 2 * queries.norm(dim=-1) * keys.norm(dim=-1).amax(-1)[:, None] / root
-    if key_bias is not None:
-        spread = spread + key_bias[0][:, rows] - key_bias[0][:, :1]
+    if layer.key_bias is not None:                          # it may rise
+        spread = spread + layer.key_bias[0][:, rows] - layer.key_bias[0][:, :1]
 
-    # the far output over rho
-    alpha, carried = far_logits.softmax(-1).to(v.dtype), values
-    if value_transport is not None:
-        carried = value_transport.encode(v)[0]
+    alpha = far_logits.softmax(-1).to(values.dtype)         # far output over rho
+    carried = values if layer.value_transport is None else layer.value_transport.encode(layer.v)[0]
     size = (alpha @ values.norm(dim=-1, keepdim=True))[..., 0]
     n_eff = 1 / alpha.square().sum(-1)
-
-    # what the theory expects of it, from what keys that are far from all queries have in common
-    old = slice(0, int(rows[0]) - near + 1)
-    lam_pairs = pairs_of(queries) * pairs_of(keys[:, old].mean(1))[:, None] / root
-    coherent, gain, background = torch.ones_like(lam_pairs), 0.0, carried[:, old]
-    if isinstance(value_transport, Rotation):
-        coherent = value_floor(lam_pairs) if value_transport is transport else 0.0 * lam_pairs
-        gain = value_gain(coherence(value_transport.phase[0].double(), 1))[:, None]
-        background = values[:, old]
-    c2 = pairs_of(background.mean(1))[:, None] ** 2
-    noise = background.var(1, correction=0).sum(-1, keepdim=True)
+    expected, floor = expected_output(layer, carried, rows, near, n_eff)
     return {
         "far": far.expand_as(gap),
         "gap": gap,
@@ -785,22 +792,37 @@ def far_statistics(layer, rows, near):
         "mean_far": far_mass(far, near, near_logits.amax(-1) - mean),
         "worst_case": far_mass(far, near, spread),
         "coherence": (alpha @ carried).norm(dim=-1) / size,
-        "expected": far_output(c2, coherent, gain, n_eff, noise).sqrt() / size,
-        "floor": far_output(c2, coherent, 0.0, n_eff).sqrt() / size,
+        "expected": expected / size,
+        "floor": floor / size,
         "n_eff^-.5": n_eff.rsqrt(),
         "logits": logits_by_distance(logits, distance, near),
         "energy": pairs_of(queries).mean(1) * pairs_of(keys).mean(1) / root,
     }
 
 
-def pairs_of(x):
-    """Lengths of channel pairs: (..., d) -> (..., d/2)."""
-    return x.unflatten(-1, (2, -1)).norm(dim=-2)
+def expected_output(layer, carried, rows, near, n_eff):
+    """far_output, and what of it n_eff (H, Q) does not lower, from what keys far from all queries share.
+
+    Values that stay, and those that reflections carry, are taken as they are in the frame of attention.
+    """
+    old = slice(0, int(rows[0]) - near + 1)
+    queries, key = layer.q[0][:, rows], layer.k[0, :, old].mean(1)
+    lam_pairs = pairs_of(queries) * pairs_of(key)[:, None] / math.sqrt(queries.size(-1))
+    coherent, gain, values = torch.ones_like(lam_pairs), 0.0, carried[:, old]
+    if isinstance(layer.value_transport, Rotation):
+        own_angles = layer.value_transport is not layer.transport
+        coherent = torch.zeros_like(lam_pairs) if own_angles else value_floor(lam_pairs)
+        gain = value_gain(coherence(layer.value_transport.phase[0].double(), 1))[:, None]
+        values = layer.v[0, :, old]
+    c2 = pairs_of(values.mean(1))[:, None] ** 2
+    noise = values.var(1, correction=0).sum(-1, keepdim=True)
+    return far_output(c2, coherent, gain, n_eff, noise).sqrt(), far_output(c2, coherent, 0.0, n_eff).sqrt()
 
 
 def logits_by_distance(logits, distance, near):
     """Logits (H, Q, T) at distances (Q, T), in buckets of doubling distance: (buckets, 6), columns LOGITS."""
-    edges = sorted({0, near} | {2 ** i for i in range(int(distance.max()).bit_length() + 1)})
+    doubling = [2 ** i for i in range(int(distance.max()).bit_length() + 1)]
+    edges = sorted({0, near, *doubling})
     buckets = []
     for low, high in zip(edges, edges[1:]):
         x = logits[:, (distance >= low) & (distance < high)]                # (H, logits in the bucket)
@@ -825,8 +847,8 @@ def measure(run, args):
     val = data.load(folder, "val", args.length, model.config.vocab_size)
 
     ends = np.unique(np.linspace(args.length, len(val), args.stretches).astype(np.int64))
-    stretches = np.stack([val[end - args.length:end] for end in ends]).astype(np.int64)
-    stretches = torch.from_numpy(stretches).to(device)
+    stretches = np.stack([val[end - args.length:end] for end in ends])
+    stretches = torch.from_numpy(stretches.astype(np.int64)).to(device)
     lengths, near = [context], context // 4
     while lengths[-1] < args.length:
         lengths.append(min(2 * lengths[-1], args.length))
@@ -834,23 +856,26 @@ def measure(run, args):
     progress = Progress(model, run.name, [(length, length) for length in lengths for _ in ends])
     far, logits = [], []
     for length in lengths:
-        rows, found = torch.linspace(length - context // 2, length - 1, QUERIES, device=device).long(), []
+        rows = torch.linspace(length - context // 2, length - 1, QUERIES, device=device).long()
+        found = []
         for text in stretches:
             for layer in layer_inputs(model, text[None, -length:]):
                 found.append(far_statistics(layer, rows, near))
             progress.tick(length, length)
-        s = {key: torch.stack([layer[key] for layer in found]).cpu() for key in found[0]}
-        s = {key: x.unflatten(0, (len(ends), -1)) for key, x in s.items()}  # stretches, layers, ...
+
+        s = {}                                              # stretches, layers, ...
+        for key in found[0]:
+            stacked = torch.stack([layer[key] for layer in found]).double().cpu()
+            s[key] = stacked.unflatten(0, (len(stretches), -1))
         if length == context:
             gap = s["gap"]
         s["predicted"] = far_mass(s["far"], near, gap)
-        means = {key: float(s[key].mean()) for key in FAR}
-        far.append({"context": length} | means | {"heads": s["far_mass"].mean((0, -1)).tolist()})
+        row = {"context": length} | {key: float(s[key].mean()) for key in FAR}
+        far.append(row | {"heads": s["far_mass"].mean((0, -1)).tolist()})
         for bucket in s["logits"].mean((0, 1)).tolist():
             logits.append({"context": length} | dict(zip(LOGITS, bucket)))
 
-    energy = s["energy"].double().mean(0)                   # at the longest: (layers, H, pairs)
-    steps, decoherence = step_tables(layer_inputs(model, stretches[:1]), energy, context)
+    steps, decoherence = step_tables(layer_inputs(model, stretches[:1]), s["energy"].mean(0), context)
     result = {
         "run": run.name,
         "pos": model.config.pos,
@@ -858,7 +883,7 @@ def measure(run, args):
         "train_context": context,
         "near": near,
         "data": folder.name,
-        "stretches": len(ends),
+        "stretches": len(stretches),
         "queries": QUERIES,
         "steps": steps,
         "decoherence": decoherence,
@@ -871,23 +896,28 @@ def measure(run, args):
 
 
 def step_tables(layers, energy, context):
-    """Rows of STEPS and of COHERENCE, from what the layers attend with and the energy (layers, H, pairs)."""
+    """Rows of STEPS and of COHERENCE, from the Layers on a text and their energy (layers, H, pairs)."""
     steps, curves = [], []
-    for e, layer in zip(energy, layers):
+    for layer, e in zip(layers, energy):
         phase, weight, lam = phases_of(layer), e / e.sum(), e.sum(-1, keepdim=True)
         lags = [2 ** i for i in range((phase.size(1) // 4).bit_length() - 1)]
         r = coherence(phase, 1).cpu().expand_as(e)
-        text = [coherence(phase, n).cpu() for n in lags]
-        expected = [r ** n for n in lags]
-        text = [coherence(phase, n).cpu() for n in lags]
-        curves.append([[float((weight * x).sum()) for x in both] for both in zip(text, expected)])
+        for n in lags:
+            text = coherence(phase, n).cpu()
+            curves += [float((weight * text).sum()), float((weight * r ** n).sum())]
+
         n_mix = [mixing_time(r_head, TOLERANCE, e_head) for r_head, e_head in zip(r, e)]
-        unmixed = (lam * r ** context > TOLERANCE) + 0 * r                  # nan if r is
-        row = {"layer": len(steps), "r": curves[-1][0][1], "lam": float(lam.mean()), "n_mix": max(n_mix),
-               "unmixed": float((weight * unmixed).sum())}
-        steps.append(row | {"heads": {"n_mix": n_mix, "r": r.tolist(), "energy": e.tolist()}})
-    means = np.mean(curves, 0).tolist()
-    return steps, [dict(zip(COHERENCE, (n, *row))) for n, row in zip(lags, means)]
+        unmixed = torch.where(r.isnan(), math.nan, 1.0 * (lam * r ** context > TOLERANCE))
+        steps.append({
+            "layer": len(steps),
+            "r": float((weight * r).sum()),
+            "lam": float(lam.mean()),
+            "n_mix": max(n_mix),
+            "unmixed": float((weight * unmixed).sum()),
+            "heads": {"n_mix": n_mix, "r": r.tolist(), "energy": e.tolist()},
+        })
+    text, expected = np.reshape(curves, (len(steps), len(lags), 2)).mean(0).T.tolist()
+    return steps, [dict(zip(COHERENCE, row)) for row in zip(lags, text, expected)]
 
 
 def show(title, rows, columns):
@@ -918,16 +948,16 @@ def plot(results):
     panels = (("far mass (dashed: predicted)", "far_mass", "predicted"),
               ("coherence of far output (dashed: expected)", "coherence", "expected"))
     for ax, (title, measured, theory) in zip(axes, panels):
-        lines = []
+        ends = []
         for i, result in enumerate(results):
-            table = {key: [row[key] for row in result["far"]] for key in ("context", measured, theory)}
-            ax.semilogx(table["context"], table[measured], "-", base=4, color=f"C{i}")
-            ax.semilogx(table["context"], table[theory], "--", base=4, color=f"C{i}")
-            lines.append((table[measured][-1], f"C{i}", result["pos"]))
+            contexts = [row["context"] for row in result["far"]]
+            for key, style in ((measured, "-"), (theory, "--")):
+                ax.semilogx(contexts, [row[key] for row in result["far"]], style, base=4, color=f"C{i}")
+            ends.append((result["far"][-1][measured], f"C{i}", result["pos"]))
 
-        height = -1.0                       # labels as high as their lines end, or as those below need
-        for end, color, label in sorted(lines):
-            height = max(end, height + 0.06)
+        height = 1.06                       # labels as high as line ends, or as those above need
+        for end, color, label in sorted(ends, reverse=True):
+            height = min(end, height - 0.06)
             ax.annotate(label, (1.02, height), xycoords=ax.get_yaxis_transform(), color=color, va="center")
         ax.set(ylabel=title, ylim=(0, 1))
         ax.grid(alpha=0.3)
@@ -937,10 +967,19 @@ def plot(results):
     return fig
 
 
+def print_statements(seed):
+    """Print the table of all statements; -> whether all hold."""
+    rows = list(table(seed))
+    shown = [row | {"holds": "yes" if row["holds"] else "NO"} for row in rows]
+    show(f"seed {seed}; !: what a summary leaves out", shown, TABLE)
+    print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
+    return all(row["holds"] for row in rows)
+
+
 def main(argv=None):
     parser = data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("runs", nargs="*", metavar="RUN", help="folders to measure (default: check the statements)")
+    option("runs", nargs="*", metavar="RUN", help="folders with a ckpt.pt (default: check the statements)")
     option("--seed", type=int, default=0, help="of the checks' random numbers")
     option("--length", type=int, default=65536, help="longest context to measure (default 65,536)")
     option("--stretches", type=int, default=4, help="stretches of validation text to measure (default 4)")
@@ -949,6 +988,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not args.runs:
         raise SystemExit(not print_statements(args.seed))
+
     try:
         if args.plot:
             pyplot()                                        # before the work, not after it
@@ -961,16 +1001,6 @@ def main(argv=None):
             print("\nout/theory.png")
     except (ValueError, OSError) as e:
         data.die(e)
-
-
-def print_statements(seed):
-    """Print the table of all statements; -> whether all hold."""
-    rows = list(table(seed))
-    shown = [row | {"holds": "yes" if row["holds"] else "NO"} for row in rows]
-    show(f"seed {seed}; !: what a summary leaves out", shown,
-         {"section": "", "formula": ".5g", "": "", "simulated": ".5g", "+-": ".1g", "holds": "", "claim": ""})
-    print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
-    return all(row["holds"] for row in rows)
 
 
 if __name__ == "__main__":
