@@ -190,8 +190,8 @@ def evaluate(run, args):
     config, encoding = saved["train_config"], saved["encoding"]
     block_size = config["block_size"]
     folder = data.find(args.data or config["data"])
-    data.check_encoding(folder, encoding)
-    val = data.load(folder, "val", block_size + 1, model.config.vocab_size)
+    data.check_encoding(folder, encoding, saved["vocab_size"])
+    val = data.load(folder, "val", block_size + 1, saved["vocab_size"])
     lengths = parse_lengths(args.lengths, block_size, 65536 if device.type == "cuda" else 16384)
 
     # what is scored: stretches of the longest context that the text has, and their last target
@@ -206,11 +206,11 @@ def evaluate(run, args):
         "checkpoint": hashlib.sha256(np.memmap(ckpt, mode="r")).hexdigest(),
         "data": folder.name, "encoding": encoding, "unit": unit(encoding), "val_tokens": len(val),
         "starts": starts.tolist(), "text": hashlib.sha256(stretches).hexdigest(), "dtype": args.dtype,
-        "device": f"{ranks()[1]} x {device_name(device)}", "torch": torch.__version__, "rows": [],
+        "device": f"{ranks()[1]} x {device_name(args.device)}", "torch": torch.__version__, "rows": [],
     }
     print0(f"\n{run.name}: {model.config.pos}, iter {saved['iter_num']:,}, trained at {block_size:,}")
-    print0(f"{folder}: {count} x {longest:,} of {len(val):,} tokens; perplexity {result['unit']}; "
-           f"{args.dtype} on {result['device']}", flush=True)
+    print0(f"{folder}: {count} stretches of {longest:,} from {len(val):,} tokens; "
+           f"perplexity {result['unit']}; {args.dtype} on {result['device']}")
 
     possible = [length for length in lengths if length <= longest]
     progress = Progress(model, run.name, [(count * longest, length) for length in possible])
@@ -335,7 +335,7 @@ def plot(results):
         label = result["pos"]
         if sum(other["pos"] == label for other in curves) > 1:
             label = result["run"]
-        if None in [row["log_ratio"] for row in result["rows"] if row["tokens"]]:
+        if len(line) < sum(row["tokens"] > 0 for row in by_context(result, "last").values()):
             label += " (else not finite)"
         ends.append((line[max(line)], max(line), label, look["color"]))
     if band:

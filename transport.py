@@ -182,10 +182,12 @@ def softmax_attention(q, k, v, mask=None, causal=True, scale=None):
     mask (..., T, T_k) is added to the logits; causality is then its business.
     """
     T, T_k = q.size(2), k.size(2)
-    if mask is None and causal and 1 < T < T_k:             # is_causal would align the first query with the first key
-        mask = torch.ones(T, T_k, dtype=torch.bool, device=q.device).tril(T_k - T)
-    is_causal = causal and mask is None and T > 1
-    grouped = k.size(1) != q.size(1)
+    is_causal, grouped = False, k.size(1) != q.size(1)
+    if causal and mask is None:
+        if T == T_k:
+            is_causal = True
+        elif T > 1:                                         # is_causal would align the first query with the first key
+            mask = torch.ones(T, T_k, dtype=torch.bool, device=q.device).tril(T_k - T)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
@@ -204,11 +206,10 @@ def biased_attention(q, k, v, key_bias):
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
-    with torch.autocast(q.device.type, enabled=False):
-        bias = key_bias.double().clamp_min(-1e30)           # -inf - -inf would be no number
-        if q.size(2) * k.size(2) <= SEGMENT ** 2:
-            return masked_attention(q, k, v, bias).to(dtype)
-        return segmented_attention(q, k, v, bias).to(dtype)
+    bias = key_bias.double().clamp_min(-1e30)               # -inf - -inf would be no number
+    short = q.size(2) * k.size(2) <= SEGMENT ** 2
+    o = masked_attention(q, k, v, bias) if short else segmented_attention(q, k, v, bias)
+    return o.to(dtype)
 
 
 def kernel_dtype(q, key_bias):
@@ -238,7 +239,8 @@ def masked_attention(q, k, v, bias):
         nothing = (bias - bias.detach()) * math.sqrt(d)     # adds zero to a logit, but takes its gradient
         channels = F.pad(nothing[..., None], (0, 7)).to(k.dtype).expand(*k.shape[:3], 8)
         q, k, v = F.pad(q, (0, 8), value=1.0), torch.cat((k, channels), dim=-1), F.pad(v, (0, 8))
-    return softmax_attention(q, k, v, mask, scale=d ** -0.5)[..., :d]
+    with torch.autocast(q.device.type, enabled=False):
+        return softmax_attention(q, k, v, mask, scale=d ** -0.5)[..., :d]
 
 
 @torch.compiler.disable                                     # it would unroll the loop, anew for every length
@@ -248,11 +250,12 @@ def segmented_attention(q, k, v, bias):
     d, T = q.size(-1), k.size(2)
     first, best, out = T - q.size(2), running_best(bias), []
 
-    for start in range(first, T, SEGMENT):
-        near = slice(start, min(start + SEGMENT, T))
-        rows = q[:, :, near.start - first:near.stop - first]
-        logits = rows.to(wide) @ (k[:, :, near].to(wide).mT * d ** -0.5) + bias_mask(bias, best, near, near, wide)
-        out.append(near_and_far(logits, v[:, :, near], rows, k[:, :, :start], v[:, :, :start], bias, best))
+    with torch.autocast(q.device.type, enabled=False):
+        for start in range(first, T, SEGMENT):
+            near = slice(start, min(start + SEGMENT, T))
+            rows = q[:, :, near.start - first:near.stop - first]
+            logits = rows.to(wide) @ (k[:, :, near].to(wide).mT * d ** -0.5) + bias_mask(bias, best, near, near, wide)
+            out.append(near_and_far(logits, v[:, :, near], rows, k[:, :, :start], v[:, :, :start], bias, best))
 
     return torch.cat(out, dim=2)
 

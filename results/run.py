@@ -8,6 +8,7 @@ What is finished is skipped, an unfinished training goes on; what the scripts pr
 import argparse
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -175,6 +176,10 @@ def long_table(results, protocol):
     return ratio_table(results, [(f"{length:,}", protocol, length) for length in lengths])
 
 
+def signed(mean, error):
+    return f"{mean:+.3f} ± {error:.3f}" if math.isfinite(mean) else "not finite"
+
+
 def carried_table(results, protocol):
     """What carrying values does to the same scheme: `_qkv` minus `_qk`, paired."""
     base = results[0]["train_context"]
@@ -188,7 +193,7 @@ def carried_table(results, protocol):
             continue
         pairs = [paired(result, plain, protocol, base)]
         pairs += [paired(result, plain, protocol, length, base) for length in lengths]
-        rows.append([title(result), *(f"{mean:+.3f} ± {error:.3f}" for mean, error in pairs)])
+        rows.append([title(result), *(signed(*pair) for pair in pairs)])
     return markdown(["scheme", f"loss at {base:,}", *(f"log ratio at {n:,}" for n in lengths)], rows)
 
 
@@ -224,7 +229,9 @@ def tables():
             continue
         parts.append(section(table, results))
         mark, end = f"<!-- table: {table} -->", "<!-- end -->"
-        if mark in readme:
+        if mark not in readme:
+            print(f"{README.name} has no line {mark}: no table there", file=sys.stderr)
+        else:
             before, rest = readme.split(mark, 1)
             readme = f"{before}{mark}\n{short_table(results)}\n{end}{rest.split(end, 1)[1]}"
         if table == "tiny":

@@ -55,7 +55,7 @@ def steps(schemes=ALL, n=21):
     runs = {}
     for pos in schemes:
         model = GPT(GPTConfig(pos=pos, **TINY)).to(DEVICE)
-        runs[pos] = model, train.make_optimizer(model, train.TrainConfig(), DEVICE.type)
+        runs[pos] = model, train.make_optimizer(model, train.TrainConfig())
 
     def step(model, optimizer):
         with train.autocast(DEVICE, dtype):
