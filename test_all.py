@@ -2817,23 +2817,11 @@ def test_thresholds_of_far_logits():
     assert close_to(raised - 2, theory.far_threshold_pairs(9, 0.1, lam_pairs))
 
 
-def test_mixed_phases_by_quadrature():
-    x = torch.arange(512, dtype=torch.float64) * 2 * math.pi / 512          # exact for periodic functions
-    lam_pairs = torch.tensor([0.3, 2.0, 7.0], dtype=torch.float64)
-    weight = (lam_pairs[:, None] * x.cos()).exp()
-    assert close_to(theory.far_partition(lam_pairs), weight.mean(1).prod())
-    assert theory.far_partition(lam_pairs) <= math.exp((lam_pairs ** 2).sum() / 4)
-    assert close_to(theory.value_floor(lam_pairs), (weight * x.cos()).mean(1) / weight.mean(1))
-
-
 def test_far_mass():
     logits = 3 * randn(200, 35)
     rho, near, far = logits.softmax(-1)[:, 5:].sum(-1), logits[:, :5], logits[:, 5:]
-    gap = near.exp().mean(-1).log() - far.exp().mean(-1).log()
-    assert close_to(theory.far_mass(30, 5, gap), rho)
-    assert close_to(theory.near_coefficient(30, 5, gap), 1 - rho)
     assert close_to(theory.far_mass(30, 5), 30 / 35) and close_to(theory.far_mass(6, 2, math.log(3)), 0.5)
-    assert (theory.far_mass(30, 5, near.amax(-1) - far.mean(-1)) <= rho).all()
+    assert close_to(theory.near_coefficient(30, 5, 1.0), 1 - theory.far_mass(30, 5, 1.0))
     assert (theory.far_mass(30, 5, near.amin(-1) - far.amax(-1)) >= rho).all()
     assert (theory.far_mass(30, 5, 2 * logits.abs().amax(-1)) <= rho).all()
     for lam, length in ((1, 537), (2, 3559), (3, 25884), (4, 190846)):
@@ -2866,8 +2854,6 @@ def test_value_moments_by_double_sums():
     assert close_to(2000 * theory.value_moment(uniform, chi), (1 - 0.64) / abs(1 - chi) ** 2, 2e-3)
     assert close_to(theory.value_gain(0.8), 9) and close_to(theory.value_gain(1 - 2 / 64), 63)
     assert theory.value_gain(1.0) == math.inf
-    lags = (torch.arange(400)[:, None] - torch.arange(400)).abs().double()
-    assert 0.99 * 9 < torch.linalg.eigvalsh(0.8 ** lags).max() <= 9         # the gain is sharp
     covariance = torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64))
     assert close_to(theory.background_bound(alpha, 0.8, covariance), 9 * (alpha ** 2).sum() * 2)
 
@@ -2881,8 +2867,6 @@ def test_far_output_within_a_fifth_of_a_simulation():
         out, n_eff = (alpha[:, None] * torch.exp(1j * phase)).sum(0), 1 / (alpha ** 2).sum()
         expected = theory.far_output(c2, theory.value_floor(lam_pairs), gain, n_eff)
         ratios.append(float(expected / (out.abs() ** 2).sum()))
-        stay, coherent = theory.far_output(c2, 1.0, 0.0, n_eff, 3.0), theory.far_output(c2, 0.0, math.inf, n_eff)
-        assert close_to(stay, 32 + 3 / n_eff, 1e-5) and close_to(coherent, 32.0)    # values that stay; r = 1
     assert 0.8 < np.mean(ratios) < 1.25
 
 
@@ -3036,12 +3020,13 @@ def test_haar_steps_are_as_the_theory_says():
     assert max(theory.coherence(carried.phase[0], n).max() for n in (1, 16, 1024)) < 5 / math.sqrt(T)
     assert all(theory.mixing_time(r[h], 0.1, torch.full((pairs,), 0.3)) <= 2 for h in range(H))
 
-    q, k, c = (randn(1, H, 1, 2 * pairs, seed=seed).expand(-1, -1, T, -1) for seed in range(3))    # one for all
+    q, k, c = (randn(1, H, 1, 2 * pairs, seed=seed).expand(-1, -1, T, -1) for seed in range(3))
     found = statistics((q, k, c, carried, carried, None), rows, 64)
     lam_pairs = theory.pairs_of(q[0, :, 0]) * theory.pairs_of(k[0, :, 0]) / math.sqrt(2 * pairs)
     assert close_to(found["energy"], lam_pairs, 1e-9)
-    V, (_, _, mean, std, _, logmeanexp) = (lam_pairs ** 2).sum(-1), found["logits"][-2]             # both heads
-    assert abs(mean) < 5 * float((V.mean() / 2 / T).sqrt()) and abs(std ** 2 / (V.mean() / 2) - 1) < 0.05
+    _, _, mean, std, _, logmeanexp = found["logits"][-2]    # of both heads
+    variance = (lam_pairs ** 2).sum(-1).mean() / 2
+    assert abs(mean) < 5 * (variance / T).sqrt() and abs(std ** 2 / variance - 1) < 0.05
     assert abs(logmeanexp - theory.far_partition(lam_pairs).log().mean()) < 0.05
 
     c_pairs = theory.pairs_of(c[0, :, 0])
@@ -3049,7 +3034,7 @@ def test_haar_steps_are_as_the_theory_says():
     mean = {key: found[key].mean(-1) for key in ("floor", "coherence", "expected", "n_eff^-.5", "far_mass")}
     assert close_to(mean["floor"] / floor, 1.0, 1e-4) and close_to(mean["coherence"] / floor, 1.0, 0.2)
     assert close_to(mean["expected"] / mean["coherence"], 1.0, 0.2)
-    used = (torch.special.i0(lam_pairs) ** 2 / torch.special.i0(2 * lam_pairs)).prod(-1)            # n_eff / far
+    used = (torch.special.i0(lam_pairs) ** 2 / torch.special.i0(2 * lam_pairs)).prod(-1)    # n_eff / far
     far = (rows - 63).double().mean()
     assert close_to(mean["n_eff^-.5"] ** -2 / (used * far), 1.0, 0.1)
 
