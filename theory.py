@@ -60,9 +60,11 @@ def judge(claim, formula, relation, value, within=math.inf):
     formula, value = f64(formula), f64(value)
     mean, error = value, f64(0.0)
     if value.numel() > 1 == formula.numel():
-        mean, error = value.mean(), value.std() / math.sqrt(value.numel())
+        mean = value.mean()
+        error = value.std() / math.sqrt(value.numel())
 
-    over, tiny = mean - formula, 1e-12 * (1 + formula.abs())
+    over = mean - formula
+    tiny = 1e-12 * (1 + formula.abs())
     room = {
         "=": tiny - over.abs(),
         "~": tiny - over.abs() + 5 * error,
@@ -71,12 +73,18 @@ def judge(claim, formula, relation, value, within=math.inf):
         ">=": tiny - over + 4 * error,
     }[relation]
     if within < math.inf:
-        room = torch.minimum(room, within - (formula / mean if relation == ">=" else mean / formula))
+        ratio = mean / formula if relation == "<=" else formula / mean
+        room = torch.minimum(room, within - ratio)
 
     worst = (room / formula.abs().clamp(min=1e-30)).argmin()
-    shown = [float(x.flatten()[worst]) for x in (formula, mean)]
-    return {"formula": shown[0], "": relation, "simulated": shown[1], "+-": float(error),
-            "holds": bool(room.min() >= 0), "claim": claim}
+    return {
+        "formula": float(formula.flatten()[worst]),
+        "": relation,
+        "simulated": float(mean.flatten()[worst]),
+        "+-": float(error),
+        "holds": bool(room.min() >= 0),
+        "claim": claim,
+    }
 
 
 def f64(x):
@@ -233,7 +241,8 @@ def reflection_moments(n, d, cos):
     traceless matrices shrink by (d-2)/(d+2) a step.
     """
     first = (1 - 2 / d) ** n * cos
-    second = 1 / d + ((d - 2) / (d + 2)) ** n * (cos ** 2 - 1 / d)
+    shrink = (d - 2) / (d + 2)
+    second = 1 / d + shrink ** n * (cos ** 2 - 1 / d)
     return first, second
 
 
@@ -294,13 +303,15 @@ def haar_tail(t, d):
     x, weight = map(f64, np.polynomial.legendre.leggauss(60))
     low = math.asin(t)
     half = (math.pi / 2 - low) / 2
-    c = math.exp(math.lgamma(d / 2) - math.lgamma((d - 1) / 2)) / math.sqrt(math.pi)
-    return c * half * (weight * (low + half * (x + 1)).cos() ** (d - 2)).sum()
+    log_c = math.lgamma(d / 2) - math.lgamma((d - 1) / 2) - math.log(math.pi) / 2
+    angle = low + half * (x + 1)
+    return math.exp(log_c) * half * (weight * angle.cos() ** (d - 2)).sum()
 
 
 def haar_tail_bound(t, d):
     """P(s >= t) <= 1/2 min((1 - t^2)^((d-1)/2), e^(-d t^2/2)), from a cap and E e^(as) <= e^(a^2/2d)."""
-    return 0.5 * min((1 - t * t) ** ((d - 1) / 2), math.exp(-d * t * t / 2))
+    cap = (1 - t * t) ** ((d - 1) / 2)
+    return 0.5 * min(cap, math.exp(-d * t * t / 2))
 
 
 def levy_bound(t, d):
@@ -345,15 +356,18 @@ def pairs_tail_finite(t, r, chi, n):
 
     by I_m(x)/I_0(x) <= (x/2)^m / m!.
     """
-    R, order = (r ** 2).sum(), count(len(chi))[1:, None]
-    harmonics = chi[1:] ** n * (t * r / R) ** order / torch.exp(torch.lgamma(order + 1))
+    R = (r ** 2).sum()
+    order = count(len(chi))[1:, None]
+    factorial = torch.exp(torch.lgamma(order + 1))
+    harmonics = chi[1:] ** n * (t * r / R) ** order / factorial
     return torch.exp(-t * t / R + 2 * harmonics.sum())
 
 
 def cramer_rate(t, chi):
     """-log P(S >= t pairs) / pairs for many pairs with r_b = 1 (Cramer): max_a (a t - log E e^(a cos))."""
     x, a = circle(256), 0.002 * count(1000)
-    density = (1 + 2 * chi @ (count(len(chi))[:, None] * x).cos()) / 256
+    waves = (count(len(chi))[:, None] * x).cos()
+    density = (1 + 2 * chi @ waves) / 256
     mgf = torch.exp(a[:, None] * x.cos()) @ density
     return (a * t - mgf.log()).max()
 
@@ -390,7 +404,7 @@ def route_bound(steps):
 
 @check(4)
 def near_scores_stay_high(g):
-    turn = f64([[math.cos(0.02), -math.sin(0.02)], [math.sin(0.02), math.cos(0.02)]])
+    turn = torch.linalg.matrix_exp(f64([[0, -0.02], [0.02, 0]]))
     bound = route_bound(turn.expand(8, 2, 2))               # q and k at a right angle: s = sin(8 * .02)
     yield "|q.Pk - q.k| <= sum ||M_t - I|| |q||k|, 8 small turns", bound, ">=", math.sin(0.16), 1.01
     yield "! a reflection is not near I", route_bound(mirror(sphere(g, 1, 8))), "=", 2
@@ -416,13 +430,15 @@ def far_threshold_pairs(far, delta, lam_pairs, proxy=1.0, mean=0.0):
     It grows with the log of their number: no gap has high probability at every length. What does not depend
     on the length is an expectation, far_partition.
     """
-    return mean + math.sqrt(2 * proxy * (lam_pairs ** 2).sum() * math.log(far / delta))
+    variance = proxy * (lam_pairs ** 2).sum()
+    return mean + math.sqrt(2 * variance * math.log(far / delta))
 
 
 @check(4)
 def far_scores_stay_low(g):
     logits = normal(g, 12)
-    weights, gap = logits.softmax(0), float(logits[:4].min() - logits[4:].max())
+    gap = float(logits[:4].min() - logits[4:].max())
+    weights = logits.softmax(0)
     ratio = weights[4:].max() / weights[:4].min()
     yield "far weight <= e^-gap near weight", far_weight_bound(gap), "=", ratio
 
@@ -487,13 +503,15 @@ def near_coefficient(far, near, gap):
 
 def forced_length(mass, near, lam):
     """Length from which rho >= mass whatever the rotations. At lam = 8 it is far beyond any context."""
-    return near + math.ceil(mass / (1 - mass) * near * math.exp(2 * lam))
+    far = mass / (1 - mass) * near * math.exp(2 * lam)
+    return near + math.ceil(far)
 
 
 @check(5)
 def attention_drifts_to_far_tokens(g):
     logits = 4 * uniform(g, 500, 1) * (2 * uniform(g, 500, 58) - 1)
-    rho, near, far = logits.softmax(-1)[:, 8:].sum(-1), logits[:, :8], logits[:, 8:]
+    near, far = logits[:, :8], logits[:, 8:]
+    rho = logits.softmax(-1)[:, 8:].sum(-1)
     effective = near.exp().mean(-1).log() - far.exp().mean(-1).log()
     yield "rho = far / (far + near e^Delta_eff)", far_mass(50, 8, effective), "=", rho
     yield "rho >= that with max near - mean far", far_mass(50, 8, near.amax(-1) - far.mean(-1)), "<=", rho
@@ -529,7 +547,8 @@ def bias_far_bound(bias, near, lam):
 
     It stays below 1 at every length iff sum e^bias converges: not for -ln n, nor where it saturates (T5).
     """
-    return torch.sigmoid(2 * lam + bias[near:].logsumexp(0) - bias[:near].logsumexp(0))
+    log_far, log_near = bias[near:].logsumexp(0), bias[:near].logsumexp(0)
+    return torch.sigmoid(2 * lam + log_far - log_near)
 
 
 @check(6)
@@ -547,12 +566,12 @@ def a_distance_bias_holds_attention(g):
     yield "rho <= .01 for near = ln(1 + 99 e^(2 lam))/slope", alibi_far_bound(near, 1 / 256, 4), "=", 0.01
 
     n = count(10 ** 6)
-    limit = 1 - (n[:64] ** -2).sum() * 6 / math.pi ** 2
-    rho = bias_far_bound(-2 * n.log(), 64, 0)
-    yield "bias -2 ln(1+n): rho beyond 64 stays below this", limit, ">=", rho, 1.001
     harmonic = (1 / n).cumsum(0)
     left = 1 - bias_far_bound(-n.log(), 64, 0)
     yield "! bias -ln(1+n): near mass H_64/H_n goes to 0", left, "=", harmonic[63] / harmonic[-1]
+    limit = 1 - (n[:64] ** -2).sum() * 6 / math.pi ** 2
+    rho = bias_far_bound(-2 * n.log(), 64, 0)
+    yield "bias -2 ln(1+n): rho beyond 64 stays below this", limit, ">=", rho, 1.001
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -581,10 +600,12 @@ def background_bound(alpha, r, covariance):
 
 @check(7)
 def carried_values_decohere(g):
-    angles, p, text, alpha = normal(g, 3), zipf(3), texts(3, 4), normal(g, 5).softmax(0)
-    phase = F.pad(angles[text].cumsum(1), (1, 0))
-    square = p[text].prod(1) @ (alpha * exp_i(phase)).sum(1).abs() ** 2
-    yield "E |sum alpha P c|^2, all texts of 5 tokens", value_moment(alpha, chi_table(angles, p)), "=", square
+    angles, p, text = normal(g, 3), zipf(3), texts(3, 4)
+    phase = F.pad(angles[text].cumsum(1), (1, 0))           # of 5 tokens, 4 steps
+    alpha = normal(g, 5).softmax(0)
+    square = (alpha * exp_i(phase)).sum(1).abs() ** 2
+    moment = value_moment(alpha, chi_table(angles, p))
+    yield "E |sum alpha P c|^2, all texts of 5 tokens", moment, "=", p[text].prod(1) @ square
 
     mirrors = mirror(torch.cat((eye(3), torch.linalg.qr(normal(g, 3, 3)).Q)))       # E M = (1 - 2/3) I
     alpha, carried = full(5, 0.2), 0.2 * eye(3)
@@ -597,8 +618,9 @@ def carried_values_decohere(g):
     bound = background_bound(alpha, 1 / 3, shared)
     yield "background N(0, S): ||cov|| <= kappa sum alpha^2 ||S||", bound, ">=", norm, 1.35
 
-    n = torch.arange(400)
-    largest = torch.linalg.eigvalsh(0.8 ** (n[:, None] - n).abs().double())[-1]
+    n = count(400)
+    correlation = 0.8 ** (n[:, None] - n).abs()
+    largest = torch.linalg.eigvalsh(correlation)[-1]
     yield "E |sum alpha P c|^2 <= kappa sum alpha^2, worst alpha", value_gain(0.8), ">=", largest, 1.01
 
     dirichlet = (math.sin(200) / math.sin(1) / 200) ** 2
@@ -631,7 +653,8 @@ def what_is_left_of_far_output(g):
     yield "coherence left: I_1/I_0(lam_b) (quadrature)", value_floor(lam_pairs), "=", left
 
     c2, n_eff = full(1, 4.0), f64(500.0)
-    bound, own = far_output(c2, 0.0, value_gain(0.8), n_eff), 4 * value_moment(full(500, 0.002), 0.8)
+    bound = far_output(c2, 0.0, value_gain(0.8), n_eff)
+    own = 4 * value_moment(full(500, 0.002), 0.8)
     yield "angles of their own: |O|^2 <= |c|^2 kappa/n_eff", bound, ">=", own, 1.01
     yield "r = 1: all of |c|^2", far_output(c2, 0.0, math.inf, n_eff), "=", 4
     alpha = normal(g, 100).softmax(0)
@@ -641,7 +664,8 @@ def what_is_left_of_far_output(g):
 
     lam_pairs, phase = full(8, 0.8), walk(g, 20, 4000, 8)
     alpha = (lam_pairs * phase.cos()).sum(-1).softmax(1)
-    square = (exp_i(phase.mT) @ (alpha + 0j)[..., None]).abs().square().sum((1, 2))
+    output = exp_i(phase.mT) @ (alpha + 0j)[..., None]
+    square = (output.abs() ** 2).sum((1, 2))
     n_eff, gain = 1 / (alpha ** 2).sum(1), value_gain(math.exp(-1 / 8))
     formula = far_output(full(8, 1.0), value_floor(lam_pairs), gain, n_eff).mean()
     yield "the keys' angles: |c|^2 (floor^2 + kappa/n_eff), or less", formula, ">=", square, 1.35
@@ -657,19 +681,21 @@ def biased_partition(Phi, slope, near, length):
 
     E rho <= E Z_far / (E Z_far + Z_near) as before, with no log of the length.
     """
-    return Phi * (math.exp(-slope * near) - math.exp(-slope * length)) / -math.expm1(-slope)
+    far = math.exp(-slope * near) - math.exp(-slope * length)
+    return Phi * far / -math.expm1(-slope)
 
 
 @check(8)
 def rotation_with_a_bias(g):
-    lam_pairs, distance, Z_near = full(32, 0.25), count(1024)[64:] - 1, 40.0
+    lam_pairs, distance = full(32, 0.25), count(1024)[64:] - 1
     Phi = far_partition(lam_pairs)
     Z_far = biased_partition(Phi, 0.02, 64, 1024)
     total = (Phi * (-0.02 * distance).exp()).sum()
     yield "E Z_far = Phi sum e^(-slope n), near <= n < length", Z_far, "=", total
+
     logits = (lam_pairs * walk(g, 50, 960, 32).cos()).sum(-1) - 0.02 * distance
-    rho = far_mass(logits.exp().sum(-1), Z_near)
-    yield "E rho <= E Z_far/(E Z_far + Z_near)", far_mass(Z_far, Z_near), ">=", rho, 1.25
+    rho = far_mass(logits.exp().sum(-1), 40)
+    yield "E rho <= E Z_far/(E Z_far + Z_near)", far_mass(Z_far, 40), ">=", rho, 1.25
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -769,14 +795,16 @@ def far_statistics(layer, rows, near):
     root = math.sqrt(queries.size(-1))
     logits = query_logits(layer, rows)
     distance = rows[:, None] - torch.arange(len(keys[0]), device=rows.device)
-    is_near, is_far, far = (distance >= 0) & (distance < near), distance >= near, (rows + 1 - near).double()
-    near_logits = logits.masked_fill(~is_near, -math.inf)
-    far_logits = logits.masked_fill(~is_far, -math.inf)
-    near_mean = near_logits.logsumexp(-1) - math.log(near)
-    gap = near_mean - (far_logits.logsumexp(-1) - far.log())
-    mean = (logits * is_far).sum(-1) / far
+    far = (rows + 1 - near).double()                        # how many
+    near_logits = logits.masked_fill((distance < 0) | (distance >= near), -math.inf)
+    far_logits = logits.masked_fill(distance < near, -math.inf)
+    near_lme = near_logits.logsumexp(-1) - math.log(near)
+    far_lme = far_logits.logsumexp(-1) - far.log()
+    gap = near_lme - far_lme
+    far_mean = (logits * (distance >= near)).sum(-1) / far
 
-    spread = 2 * queries.norm(dim=-1) * keys.norm(dim=-1).amax(-1)[:, None] / root
+    longest = keys.norm(dim=-1).amax(-1)[:, None]
+    spread = 2 * queries.norm(dim=-1) * longest / root
     if layer.key_bias is not None:                          # it may rise
         spread = spread + layer.key_bias[0][:, rows] - layer.key_bias[0][:, :1]
 
@@ -789,7 +817,7 @@ def far_statistics(layer, rows, near):
         "far": far.expand_as(gap),
         "gap": gap,
         "far_mass": far_mass(far, near, gap),
-        "mean_far": far_mass(far, near, near_logits.amax(-1) - mean),
+        "mean_far": far_mass(far, near, near_logits.amax(-1) - far_mean),
         "worst_case": far_mass(far, near, spread),
         "coherence": (alpha @ carried).norm(dim=-1) / size,
         "expected": expected / size,
@@ -816,7 +844,8 @@ def expected_output(layer, carried, rows, near, n_eff):
         values = layer.v[0, :, old]
     c2 = pairs_of(values.mean(1))[:, None] ** 2
     noise = values.var(1, correction=0).sum(-1, keepdim=True)
-    return far_output(c2, coherent, gain, n_eff, noise).sqrt(), far_output(c2, coherent, 0.0, n_eff).sqrt()
+    expected = far_output(c2, coherent, gain, n_eff, noise)
+    return expected.sqrt(), far_output(c2, coherent, 0.0, n_eff).sqrt()
 
 
 def logits_by_distance(logits, distance, near):
@@ -878,7 +907,8 @@ def measure(run, args):
     steps, decoherence = step_tables(layer_inputs(model, stretches[:1]), s["energy"].mean(0), context)
     result = {"run": run.name, "pos": model.config.pos, "iter_num": saved["iter_num"],
               "train_context": context, "near": near, "data": folder.name,
-              "stretches": len(stretches), "queries": QUERIES, "steps": steps, "decoherence": decoherence, "logits": logits, "far": far}
+              "stretches": len(stretches), "queries": QUERIES,
+              "steps": steps, "decoherence": decoherence, "logits": logits, "far": far}
     data.write_json(run / "theory.json", finite(result))
     print_tables(result)
     return result
@@ -888,7 +918,8 @@ def step_tables(layers, energy, context):
     """Rows of STEPS and of COHERENCE, from the Layers on a text and their energy (layers, H, pairs)."""
     steps, curves = [], []
     for layer, e in zip(layers, energy):
-        phase, weight, lam = phases_of(layer), e / e.sum(), e.sum(-1, keepdim=True)
+        phase, weight = phases_of(layer), e / e.sum()
+        lam = e.sum(-1, keepdim=True)
         lags = [2 ** i for i in range((phase.size(1) // 4).bit_length() - 1)]
         r = coherence(phase, 1).cpu().expand_as(e)
         for n in lags:
