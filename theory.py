@@ -255,7 +255,7 @@ def reflections_mix(g):
     yield "E s^2 = 1/d + ((d-2)/(d+2))^n ((q.k)^2 - 1/d)", second, "~", s ** 2
 
     laws = F.normalize(torch.cat((uniform(g, 50, 8), torch.ones(1, 8))), p=1)
-    norms = (1 - 2 * laws).amax(1)                          # w is one of 8 axes
+    norms = (1 - 2 * laws).abs().amax(1)                    # w is one of 8 axes: E M = I - 2 diag(law)
     least = reflection_moments(1, 8, 1.0)[0]
     yield "||E M|| >= 1 - 2/d, any law of w; = if uniform", least, "=", norms.min()
 
@@ -341,10 +341,10 @@ def haar_steps_concentrate(g):
 
 
 def pairs_tail(t, r, proxy=1.0):
-    """P(S >= mean + t) <= e^(-t^2 / (2 proxy R)), S = sum_b r_b cos(phase_b), R = sum r_b^2, pairs unrelated.
+    """P(S >= mean + t) <= e^(-t^2/(2 proxy R)): S = sum_b r_b cos(phase_b), independent pairs, R = sum r_b^2.
 
     proxy 1: any law, any number of steps, mean = sum r_b |chi_b|^n (Hoeffding). proxy 1/2: uniform phases,
-    mean 0, by I_0(x) <= e^(x^2/4). Energy must be spread over the pairs: for d stands 2 (sum r_b)^2 / R.
+    mean 0, by I_0(x) <= e^(x^2/4). Energy must be spread over the pairs: d is replaced by 2 (sum r_b)^2 / R.
     """
     return torch.exp(-t * t / (2 * proxy * (r ** 2).sum()))
 
@@ -445,7 +445,7 @@ def far_scores_stay_low(g):
     cases = [(1, 0.4, 3), (65536, 0.1, 64)]                 # either form of the bound
     union = [far * haar_tail_bound(far_threshold_haar(far, delta, d), d) for far, delta, d in cases]
     yield "P(a far logit > threshold) <= delta, haar_tail_bound", f64(cases)[:, 1], "=", union
-    above = 1 - (1 - haar_tail(far_threshold_haar(100, 0.05, 8), 8)) ** 4096
+    above = 1 - (1 - haar_tail(far_threshold_haar(100, 0.05, 8), 8)) ** 4096        # independent tokens
     yield "! threshold of 100 tokens at 4,096: no gap for all lengths", 0.05, "<", above
 
     lam_pairs = uniform(g, 8)
