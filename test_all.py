@@ -74,7 +74,7 @@ def bias_is_learned(pos):
     return bias is not None and any(True for _ in SCHEMES[bias].module(GPTConfig(n_embd=32, n_head=2)).parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # transport.py: attention against its definition
 
 def rotation_matrices(steps):
@@ -420,7 +420,7 @@ def test_softmax_attention_is_called_in_one_place():
     assert sum(node.attr == "scaled_dot_product_attention" for node in calls) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # transport.py: reflections and PaTH
 
 def reflection_inputs(T, B=2, H=2, d=8):
@@ -551,7 +551,7 @@ def test_gate_trains_alone():
     assert model.h[0].attn.transport.bias.gate.weight.grad.abs().max() > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Every scheme, through the model
 
 @pytest.mark.parametrize("pos", ALL)
@@ -721,7 +721,7 @@ def test_nine_lengths_compile_few_graphs(pos, vocab, most):
     assert counter.frame_count <= most
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # A new scheme is one class and one row
 
 class PreviousAngles(transport.LearnedAngles):
@@ -762,7 +762,7 @@ def test_a_new_scheme_is_a_class_and_a_row(pos, monkeypatch):
         parse("accum3_qkv")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # model.py
 
 def test_defaults_are_the_papers_model():
@@ -885,7 +885,7 @@ def test_damaged_and_foreign_checkpoints_are_one_line(tmp_path):
         load_model(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # data.py
 
 @pytest.fixture(scope="session")
@@ -2178,7 +2178,7 @@ def test_train_refuses_bad_input(corpus, tmp_path, capsys):
     assert (tmp_path / "run/ckpt.pt").read_bytes() == before
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # eval_extrapolate.py
 
 class Stub(torch.nn.Module):
@@ -2485,7 +2485,7 @@ def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
     assert not (run / "extrapolate.json").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # results/run.py and results/speed.py
 
 def results_script(name):
@@ -2591,7 +2591,7 @@ def test_costs_are_measured(capsys):
     assert trained["tokens_per_second"] > 0 and trained["mfu"] is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # theory.py
 
 EXACT = 1e-12
@@ -2603,7 +2603,7 @@ def close_to(value, expected, tolerance=EXACT):
     return bool((value - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max())))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # theory.py: the table
 
 def test_every_claim_holds_for_ten_seeds():
@@ -2637,7 +2637,7 @@ def test_the_command_prints_the_table_and_its_status_tells(capsys, monkeypatch):
     assert status.value.code in (1, True) and "NO" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # theory.py: formulas against other ways to compute them
 
 def test_mixing_window():
@@ -2784,7 +2784,7 @@ def test_far_output_within_a_fifth_of_a_simulation():
     assert 0.8 < np.mean(ratios) < 1.25
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # theory.py: measurements on attention whose answer is known
 
 def theory_attention(T, H=2, d=8, seed=0, phase=None):
@@ -2933,7 +2933,7 @@ def test_alibi_alone_has_closed_forms():
     assert all((found["far_mass"][h].double() <= theory.alibi_far_bound(near, float(slope[h]), 0.0) * (1 + 1e-5)).all() for h in range(H))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # theory.py: measurements on checkpoints
 
 @pytest.fixture(scope="module")
@@ -3105,7 +3105,7 @@ def test_measuring_refuses_bad_input(theory_data, tmp_path, capsys, monkeypatch)
     refuses("--length", 64, words=["ckpt.pt", "not a readable checkpoint"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # README.md
 
 def test_readme_example_is_the_scheme_it_names():
