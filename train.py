@@ -134,8 +134,9 @@ def parse_args(argv=None):
 
 def configs(values):
     """-> GPTConfig and TrainConfig with these values, defaults for the others."""
-    names = {cls: [f.name for f in fields(cls) if f.name in values] for cls in (GPTConfig, TrainConfig)}
-    return [cls(**{name: values[name] for name in names[cls]}) for cls in names]
+    def pick(cls):
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+    return pick(GPTConfig), pick(TrainConfig)
 
 
 def resumed_values(given, saved, ckpt):
@@ -153,7 +154,7 @@ def resumed_values(given, saved, ckpt):
         if given.get(name, old[name]) != old[name]:
             raise ValueError(f"{ckpt} was trained with {name} {old[name]}, not {given[name]}: leave --{name} "
                              "out, or choose another --out_dir")
-    return old | given
+    return old | given | {"preset": old["preset"]}
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -219,11 +220,12 @@ def print0(*words, **how):
 
 def join_ranks(device):
     """Under torchrun: join the process group, with a GPU for each rank. -> device, rank, world size."""
-    device = pick_device(device)
     rank, world_size = ranks()
+    if world_size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    device = pick_device(device)
     if world_size > 1:
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
+        if "cuda" in device:
             torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
     return device, rank, world_size
