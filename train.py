@@ -137,7 +137,7 @@ def configs(values):
 
 
 def resumed_values(given, saved, ckpt):
-    """A checkpoint's values under the flags given. ValueError: a foreign one, another model or another seed."""
+    """A checkpoint's values under the flags given. ValueError: a foreign one, another model or seed."""
     types = {"train_config": dict, "optimizer": dict, "iter_num": int, "best_val_loss": (float, type(None))}
     whole = all(isinstance(saved.get(name, ()), kind) for name, kind in types.items())
     if not whole or saved["train_config"].keys() != {f.name for f in fields(TrainConfig)}:
