@@ -659,7 +659,7 @@ def test_initial_angles_from_the_layer_input_have_spread_sigma():
 @pytest.mark.parametrize("pos", ALL)
 def test_every_combination_trains(pos):
     model = tiny(pos)
-    optimizer, losses = train.make_optimizer(model, train.TrainConfig(learning_rate=1e-2), "cpu"), []
+    optimizer, losses = train.make_optimizer(model, train.TrainConfig(learning_rate=1e-2)), []
     for _ in range(3):
         loss = model(ids(2, 130), ids(2, 130, seed=1))[1]
         loss.backward()
@@ -3106,23 +3106,31 @@ def test_measuring_refuses_bad_input(theory_data, tmp_path, capsys, monkeypatch)
 
 
 # -----------------------------------------------------------------------------------------------------------
-# README.md
+# README.md, and how the code is written
 
 def test_readme_example_is_the_scheme_it_names():
-    lines = [line for line in (HERE / "README.md").read_text().split("```python\n")[1].split("```")[0].splitlines() if not line.startswith("#")]
-    model = tiny("accum_qkv+alibi")
-    B, T, idx, x = 2, 9, ids(2, 9), torch.zeros(1)
-    q, k, v = (randn(B, 2, T, 16, seed=s, dtype=torch.float32) for s in range(3))
-    attention = type("CausalSelfAttention", (), {"n_head": 2, "angle": lambda self, idx: F.embedding(idx, model.transport.table)})()
-    scope = {"self": attention, "idx": idx, "x": x, "q": q, "k": k, "v": v, "B": B, "T": T, "torch": torch}
-    exec("\n".join(lines), scope)
-    turn, bias = model.transport(idx)
-    assert torch.equal(scope["y"], attend(q, k, v, turn, True, bias))
+    example = (HERE / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    model, idx = tiny("accum_qkv+alibi"), ids(2, 9)
+    q, k, v = (randn(2, 2, 9, 16, seed=s, dtype=torch.float32) for s in range(3))
+    scope = {"idx": idx, "q": q, "k": k, "v": v, "T": 9, "n_head": 2, "torch": torch}
+    exec(example, scope | {"angle": model.transport.rotation.table}, scope)
+    turn, bias = model.transport(idx, model.wte(idx))
+    assert torch.equal(scope["y"], attend(q, k, v, turn, turn, bias))
 
 
-def test_readme_and_help_list_every_scheme():
-    readme, usage = (HERE / "README.md").read_text(), cli(HERE / "train.py", "--help").stdout
+def test_readme_lists_every_scheme_and_file():
+    readme = (HERE / "README.md").read_text()
     for name, scheme in SCHEMES.items():
-        assert f"| `{name}` |" in readme and scheme.about in readme and f"  {name} " in usage and scheme.about in usage
-    for config in (GPTConfig, train.TrainConfig):
-        assert all(f"--{f.name}" in usage for f in dataclasses.fields(config))
+        assert f"| `{name}` | {scheme.kind} |" in readme and scheme.about in readme
+    for path in HERE.glob("*.py"):
+        assert f"`{path.name}`" in readme
+
+
+@pytest.mark.parametrize("path", sorted([*HERE.glob("*.py"), *HERE.glob("results/*.py")]), ids=lambda path: path.name)
+def test_lines_are_short_and_statements_plain(path):
+    """At most 110 columns; no statement that is a tuple of calls; no lambda that has a name."""
+    source = path.read_text()
+    assert not [i for i, line in enumerate(source.splitlines(), 1) if len(line) > 110]
+    for node in ast.walk(ast.parse(source)):
+        assert not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Tuple)), node.lineno
+        assert not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)), node.lineno

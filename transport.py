@@ -347,10 +347,10 @@ def in_chunks(x):
 class Reflections:
     """The transport of accumulated exact reflections H_t = I - 2 w_t w_t^T / |w_t|^2.
 
-    w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): the product of earlier
-    steps. Products over chunks are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. beta =
-    2 / |w|^2 belongs to the graph: with w normalised outside and beta = 2 gradients would be wrong, since
-    C^T = C^-1 holds on the sphere only.
+    w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): product of earlier steps.
+    Products over chunks are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. The factor
+    2 / |w|^2 belongs to the graph: with w normalised outside, gradients would be wrong, since C^T = C^-1
+    holds on the sphere only.
     """
 
     def __init__(self, w, start=None):
@@ -485,8 +485,7 @@ def path_segment(q, k, w, beta):
 # to keep what the next call goes on from. The config has n_head, n_embd, vocab_size, sigma, rope_base.
 
 class Angles(nn.Module):
-    """Steps that turn channel pairs. A subclass gives `steps(idx, x, past)`: angles (B|1, T, H|1, d/2),
-    radians."""
+    """Steps that turn channel pairs: a subclass gives the angles, `steps(...)` -> (B|1, T, H|1, d/2) radians."""
     shared = True
 
     def __init__(self, config):
@@ -512,9 +511,8 @@ class ConstantAngles(Angles):
 
 
 def random_angles(config):
-    """N(0, sigma^2) angles per token id, head and pair, (vocab_size, H * d/2). They come from a generator of
-    their own, which torch.manual_seed determines: every rank, and every scheme with a table, draws the
-    same."""
+    """N(0, sigma^2) per token id, head and pair, (vocab_size, H * d/2), from a generator of their own that
+    torch.manual_seed determines: every rank, and every scheme with a table, draws the same."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     return config.sigma * torch.randn(config.vocab_size, config.n_embd // 2, generator=generator)
 
@@ -553,8 +551,7 @@ class HiddenAngles(Angles):
 
 
 class HiddenVectors(nn.Module):
-    """The vectors w of reflections as PaTH makes them from a layer's input: low rank, short causal
-    convolution, SiLU."""
+    """Vectors w as PaTH makes them from a layer's input: low rank, short causal convolution, SiLU."""
     RANK, TAPS = 32, 3
 
     def __init__(self, config):
