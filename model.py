@@ -118,7 +118,7 @@ class GPT(nn.Module):
         return sum(sizes.values()), sum(n for name, n in sizes.items() if is_positional(name))
 
     def new_past(self):
-        """For `hidden` and `forward` to fill with keys, values and transports: a dict a layer, a shared one."""
+        """What `hidden` and `forward` fill with keys, values and transports: a dict a layer, a shared one."""
         return [{} for _ in range(len(self.h) + 1)]
 
     def hidden(self, idx, past=None):
@@ -162,7 +162,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits, y, reduction="none")
 
     def forward(self, idx, targets=None, past=None):
-        """-> (logits, loss): with targets (None, their mean loss), else (last position's (B, 1, rows), None)."""
+        """-> (logits, loss): with targets (None, mean loss), else (the last position's (B, 1, V), None)."""
         if targets is not None:
             return None, self.nll(idx, targets).mean()
         return F.linear(self.hidden(idx, past)[:, -1:], self.wte.weight), None
