@@ -485,7 +485,7 @@ def path_segment(q, k, w, beta):
 # to keep what the next call goes on from. The config has n_head, n_embd, vocab_size, sigma, rope_base.
 
 class Angles(nn.Module):
-    """Steps that turn channel pairs: a subclass has `steps`, which gives angles (B|1, T, H|1, d/2), radians."""
+    """Steps that turn channel pairs: a subclass gives the angles by `steps`, (B|1, T, H|1, d/2), radians."""
     shared = True
 
     def __init__(self, config):
