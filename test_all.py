@@ -1,4 +1,5 @@
-"""All tests:  pytest -q test_all.py   (CPU, two cores, under three minutes; what needs a GPU skips with a reason)"""
+"""All tests:  pytest -q test_all.py   (CPU, two cores, under three minutes; GPU parts skip with a reason)"""
+
 import ast
 import bz2
 import dataclasses
@@ -35,14 +36,25 @@ import theory
 import train
 import transport
 from model import GPT, GPTConfig, is_positional, load_model
-from transport import (SCHEMES, Path as PathTransport, Reflections, Rotation, accumulate, alibi_slopes, attend,
-                       forget_bias, parse, rope_steps, rotate)
+from transport import (
+    SCHEMES,
+    Path as PathTransport,
+    Reflections,
+    Rotation,
+    accumulate,
+    alibi_slopes,
+    attend,
+    forget_bias,
+    parse,
+    rope_steps,
+    rotate,
+)
 
 HERE = Path(__file__).parent
 ROTATIONS = [name for name, scheme in SCHEMES.items() if scheme.kind == "rotation"]
 BIASES = [name for name, scheme in SCHEMES.items() if scheme.kind == "bias"]
 ALL = ROTATIONS + BIASES + [f"{rotation}+{bias}" for rotation in ROTATIONS for bias in BIASES]
-FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]    # a fall-back to math raises
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # a fall-back to math raises
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
@@ -72,14 +84,17 @@ def step_is(pos, *modules):
 def bias_is_learned(pos):
     """Biases with parameters of their own."""
     bias = parse(pos)[1]
-    return bias is not None and any(True for _ in SCHEMES[bias].module(GPTConfig(n_embd=32, n_head=2)).parameters())
+    return bias is not None and any(
+        True for _ in SCHEMES[bias].module(GPTConfig(n_embd=32, n_head=2)).parameters()
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # transport.py: attention against its definition
 
+
 def rotation_matrices(steps):
-    """Angles (..., T, d/2) -> the step M_t of each token (..., T, d, d): R(-angle) on half-split pairs, RoPE's sign."""
+    """Angles (..., T, d/2) -> steps M_t (..., T, d, d): R(-angle) on half-split pairs, RoPE's sign."""
     half = steps.size(-1)
     eye = torch.eye(2 * half, dtype=steps.dtype)
     upper, lower = eye[:half], eye[half:]
@@ -93,16 +108,18 @@ def reflection_matrices(w, beta):
 
 
 def oracle(q, k, v, matrices=None, value_matrices=None, key_bias=None):
-    """Attention by the definition: a product of d x d matrices for every pair, plain softmax. Queries are the last ones."""
+    """Attention by the definition: a product of d x d matrices for every pair; queries are the last ones."""
     groups, (B, H, T, d), T_k = q.size(1) // k.size(1), q.shape, k.size(2)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     one = torch.eye(d, dtype=q.dtype).expand(B, H, T_k, d, d)
     key_steps = one if matrices is None else matrices.repeat_interleave(H // matrices.size(1), 1)
-    value_steps = one if value_matrices is None else value_matrices.repeat_interleave(H // value_matrices.size(1), 1)
+    value_steps = (
+        one if value_matrices is None else value_matrices.repeat_interleave(H // value_matrices.size(1), 1)
+    )
     out = []
     for i in range(T_k - T, T_k):
         scores, carried = [], []
-        P = P_value = one[:, :, 0]                          # P_{i->i}
+        P = P_value = one[:, :, 0]  # P_{i->i}
         for j in range(i, -1, -1):
             key, value = (P @ k[:, :, j, :, None])[..., 0], (P_value @ v[:, :, j, :, None])[..., 0]
             scores.append((q[:, :, i - T_k + T] * key).sum(-1) / math.sqrt(d))
@@ -110,7 +127,7 @@ def oracle(q, k, v, matrices=None, value_matrices=None, key_bias=None):
             P, P_value = P @ key_steps[:, :, j], P_value @ value_steps[:, :, j]
         scores = torch.stack(scores, -1)
         if key_bias is not None:
-            scores = scores + key_bias[..., :i + 1].flip(-1)
+            scores = scores + key_bias[..., : i + 1].flip(-1)
         out.append((scores.softmax(-1)[..., None] * torch.stack(carried, -2)).sum(-2))
     return torch.stack(out, -2)
 
@@ -119,7 +136,9 @@ def same(out, expected, leaves, tolerance=1e-10):
     """Outputs and all gradients agree."""
     weight = randn(*out.shape, seed=9)
     grads = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True, retain_graph=True)
-    expected_grads = torch.autograd.grad((expected * weight).sum(), leaves, allow_unused=True, retain_graph=True)
+    expected_grads = torch.autograd.grad(
+        (expected * weight).sum(), leaves, allow_unused=True, retain_graph=True
+    )
     assert (out - expected).abs().max() < tolerance, (out - expected).abs().max()
     for i, (grad, other) in enumerate(zip(grads, expected_grads)):
         zero = torch.zeros(1, dtype=out.dtype)
@@ -139,11 +158,19 @@ def short_segments(monkeypatch):
 def test_attend_equals_the_definition(T, values, biased):
     B, H, d = 2, 3, 8
     q, k, v = leaf(B, H, T, d), leaf(B, H, T, d, seed=1), leaf(B, H, T, d, seed=2)
-    steps, value_steps, bias = leaf(B, H, T, d // 2, seed=3), leaf(B, H, T, d // 2, seed=4), leaf(B, H, T, seed=5)
+    steps, value_steps, bias = (
+        leaf(B, H, T, d // 2, seed=3),
+        leaf(B, H, T, d // 2, seed=4),
+        leaf(B, H, T, seed=5),
+    )
     turn = Rotation(accumulate(steps, dtype=torch.float64))
     own = Rotation(accumulate(value_steps, dtype=torch.float64))
     value_transport = {"stay": None, "carried": turn, "by their own": own}[values]
-    matrices = {"stay": None, "carried": rotation_matrices(steps), "by their own": rotation_matrices(value_steps)}
+    matrices = {
+        "stay": None,
+        "carried": rotation_matrices(steps),
+        "by their own": rotation_matrices(value_steps),
+    }
     with sdpa_kernel(FUSED):
         out = attend(q, k, v, turn, value_transport, bias if biased else None)
         expected = oracle(q, k, v, rotation_matrices(steps), matrices[values], bias if biased else None)
@@ -171,7 +198,7 @@ def test_fewer_queries_and_grouped_heads(T, T_k, H_kv, kind, biased, short_segme
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("T", [12, 40])
 def test_padded_keys_are_hidden_by_the_key_bias(hidden, side, T, short_segments):
-    """A padded batch equals its texts alone, for every query that sees a key; no query gives a number that is none."""
+    """A padded batch equals its texts alone, for every query that sees a key; all outputs are finite."""
     q, k, v = (randn(2, 2, T, 8, seed=s) for s in range(3))
     phase = accumulate(0.3 * randn(2, 2, T, 4, seed=3), dtype=torch.float64)
     real = slice(5, T) if side == "left" else slice(0, T - 5)
@@ -184,7 +211,7 @@ def test_padded_keys_are_hidden_by_the_key_bias(hidden, side, T, short_segments)
     alone = attend(*cut, Rotation(phase[1:, :, real]), Rotation(phase[1:, :, real]))
     assert (out[:1] - whole).abs().max() < 1e-11 and (out[1:, :, real] - alone).abs().max() < 1e-11
     assert out.isfinite().all()
-    if side == "right":                                     # padded queries see the real keys
+    if side == "right":  # padded queries see the real keys
         seen = oracle(q[1:], k[1:], v[1:], None, None, bias[1:].clamp_min(-1e9))
         plain = attend(q[1:], k[1:], v[1:], key_bias=bias[1:])
         assert (plain - seen).abs().max() < 1e-11
@@ -205,8 +232,10 @@ def test_constant_steps_are_rope_and_zero_steps_are_nope(T):
     q, k, v = (randn(2, 2, T, d, seed=s) for s in range(3))
 
     # textbook RoPE by complex numbers on interleaved pairs, after the stated permutation of channels
-    order = torch.arange(d).view(2, -1).T.flatten()         # half-split -> interleaved
-    angle = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    order = torch.arange(d).view(2, -1).T.flatten()  # half-split -> interleaved
+    angle = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (
+        -torch.arange(0, d, 2, dtype=torch.float64) / d
+    )
 
     def textbook(x):
         pairs = torch.view_as_complex(x[..., order].unflatten(-1, (-1, 2)).contiguous())
@@ -238,12 +267,12 @@ def test_phases_at_65536(mean, std):
     assert (torch.remainder(later - phase[1000:] + math.pi, 2 * math.pi) - math.pi).abs().max() < 1e-6
     turns = torch.tensor([[math.pi], [2 * math.pi], [-4 * math.pi]], dtype=torch.float64)
     wide = accumulate(turns, dtype=torch.float64)
-    assert wide[0] == math.pi and -math.pi < wide.min()     # pi itself stays, -pi becomes pi
+    assert wide[0] == math.pi and -math.pi < wide.min()  # pi itself stays, -pi becomes pi
 
 
 @pytest.mark.parametrize("at", [0, 1000, 60000])
 def test_scores_depend_on_the_path_alone(at):
-    """The same tokens give the same scores wherever they stand: constant and random steps, 64 tokens at an offset."""
+    """The same 64 tokens give the same scores wherever they stand: constant and random steps."""
     n, d = 64, 64
     q, k = (randn(1, 1, n, d, seed=s, dtype=torch.float32) for s in range(2))
 
@@ -260,17 +289,19 @@ def test_scores_depend_on_the_path_alone(at):
 
 
 def test_alibi_slopes_are_the_published_ones():
-    eight = [2.0 ** -i for i in range(1, 9)]
+    eight = [2.0**-i for i in range(1, 9)]
     published = {
-        1: [2 ** -8],
-        2: [2 ** -4, 2 ** -8],
+        1: [2**-8],
+        2: [2**-4, 2**-8],
         3: [0.0625, 0.00390625, 0.25],
         6: [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125],
         8: eight,
-        12: eight + [2 ** -0.5, 2 ** -1.5, 2 ** -2.5, 2 ** -3.5],
+        12: eight + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
     }
     for n, slopes in published.items():
-        assert torch.allclose(alibi_slopes(n), torch.tensor(slopes, dtype=torch.float64), rtol=1e-12, atol=0), n
+        assert torch.allclose(
+            alibi_slopes(n), torch.tensor(slopes, dtype=torch.float64), rtol=1e-12, atol=0
+        ), n
 
 
 @pytest.mark.parametrize("d", [16, 32, 64, 128])
@@ -279,9 +310,11 @@ def test_key_bias_is_added_after_the_scale_and_towards_the_diagonal(d):
     q = torch.zeros(1, 8, T, d)
     v = torch.eye(max(T, d))[:T, :d].expand(1, 8, T, d)
     slopes = alibi_slopes(8)
-    weights = attend(q, q, v, key_bias=slopes[None, :, None] * torch.arange(T))[0, :, -1]    # of key c
-    ratio = weights[:, 1:min(T, d)] / weights[:, :min(T, d) - 1]
-    assert torch.allclose(ratio, slopes.exp().float()[:, None].expand_as(ratio), rtol=1e-4)    # not e^(slope / sqrt(d))
+    weights = attend(q, q, v, key_bias=slopes[None, :, None] * torch.arange(T))[0, :, -1]  # of key c
+    ratio = weights[:, 1 : min(T, d)] / weights[:, : min(T, d) - 1]
+    assert torch.allclose(
+        ratio, slopes.exp().float()[:, None].expand_as(ratio), rtol=1e-4
+    )  # and not e^(slope / sqrt(d))
 
 
 def explicit_rows(q, k, v, bias, rows):
@@ -293,8 +326,8 @@ def explicit_rows(q, k, v, bias, rows):
 
 
 def steep_biases(T):
-    """ALiBi's steepest and a shallow slope, gates of mean log f -1.5 and -0.02, and gates that shut at once."""
-    slopes = torch.tensor([0.5, 2 ** -8], dtype=torch.float64)[:, None] * torch.arange(T)
+    """ALiBi's steepest and a shallow slope, gates of mean log f -1.5 and -0.02, gates that shut at once."""
+    slopes = torch.tensor([0.5, 2**-8], dtype=torch.float64)[:, None] * torch.arange(T)
     gates = F.logsigmoid(randn(2, T, seed=8) + torch.tensor([[-1.2], [4.0]]))
     shut = torch.full((1, T), -0.01, dtype=torch.float64)
     shut[0, 40::900] = -1e6
@@ -304,7 +337,7 @@ def steep_biases(T):
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("T", [700, 4096, 65536])
 def test_biases_are_precise_in_every_row(dtype, tolerance, T):
-    """First, middle and last rows; of 65,536 tokens those of the last segment and, cut off, the first 4,096 (see causality)."""
+    """First, middle and last rows; of 65,536 tokens the last ones (the first are those of shorter texts)."""
     bias = steep_biases(T)
     q, k, v = (randn(1, 5, T, 16, seed=s).to(dtype) for s in range(3))
     rows = torch.cat([torch.arange(64), torch.arange(T // 2, T // 2 + 64), torch.arange(T - 64, T)])
@@ -322,7 +355,7 @@ def test_biases_are_precise_in_every_row(dtype, tolerance, T):
 @pytest.mark.parametrize("change", [1.0, -1e6])
 @pytest.mark.parametrize("carried", [False, True])
 def test_no_later_token_reaches_an_earlier_row(change, carried):
-    """Not even by rounding: a bias or a gate that changes at position t leaves the bits of all rows before it."""
+    """Not even by rounding: a gate or a key that changes at t leaves the bits of all rows before it."""
     T, t = 1700, 1000
     q, k, v, w = (randn(1, 1, T, 8, seed=s, dtype=torch.float32) for s in range(4))
     log_forget = F.logsigmoid(randn(1, 1, T, seed=4) + 2)
@@ -353,7 +386,11 @@ def test_memory_is_linear_in_length():
         print(peak() - before)"""
     if not Path("/proc/self/status").exists():
         pytest.skip("needs /proc to read the peak memory")
-    grown = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE).stdout)
+    grown = float(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE
+        ).stdout
+    )
     assert grown < 80, f"{grown:.0f} MB"
 
 
@@ -366,35 +403,60 @@ def test_bad_shapes_raise_value_errors():
     attend(q, q, q, past=past)
     held = {name: x.clone() for name, x in past.items()}
     bad = [
-        lambda: rotate(q, zeros(1, 1, 5, 3)), lambda: rotate(q, zeros(1, 1, 4, 4)), lambda: rotate(q, zeros(1, 1, 6, 4)),
-        lambda: rotate(q, zeros(3, 1, 5, 4)), lambda: rotate(q[:1], zeros(3, 1, 5, 4)), lambda: rotate(q, zeros(5, 4)),
-        lambda: rotate(zeros(2, 2, 5, 7), zeros(1, 1, 5, 3)), lambda: rope_steps(4, 7),
-        lambda: attend(q, q, q, key_bias=zeros(2, 5)), lambda: attend(q, q, q, key_bias=zeros(3, 2, 5)),
-        lambda: attend(q, q, q, key_bias=zeros(1, 2, 4)), lambda: attend(none, none, none), lambda: attend(q[0], q[0], q[0]),
-        lambda: attend(q, q[:, :, :4], q[:, :, :4]), lambda: attend(q, q, q[:, :, :4]), lambda: attend(q, q, q[..., :4]),
-        lambda: attend(q, q[..., :4], q[..., :4]), lambda: attend(q, q[:1], q[:1]),
-        lambda: attend(q, zeros(2, 3, 5, 8), zeros(2, 3, 5, 8)), lambda: attend(q[:, :1], q, q),
+        lambda: rotate(q, zeros(1, 1, 5, 3)),
+        lambda: rotate(q, zeros(1, 1, 4, 4)),
+        lambda: rotate(q, zeros(1, 1, 6, 4)),
+        lambda: rotate(q, zeros(3, 1, 5, 4)),
+        lambda: rotate(q[:1], zeros(3, 1, 5, 4)),
+        lambda: rotate(q, zeros(5, 4)),
+        lambda: rotate(zeros(2, 2, 5, 7), zeros(1, 1, 5, 3)),
+        lambda: rope_steps(4, 7),
+        lambda: attend(q, q, q, key_bias=zeros(2, 5)),
+        lambda: attend(q, q, q, key_bias=zeros(3, 2, 5)),
+        lambda: attend(q, q, q, key_bias=zeros(1, 2, 4)),
+        lambda: attend(none, none, none),
+        lambda: attend(q[0], q[0], q[0]),
+        lambda: attend(q, q[:, :, :4], q[:, :, :4]),
+        lambda: attend(q, q, q[:, :, :4]),
+        lambda: attend(q, q, q[..., :4]),
+        lambda: attend(q, q[..., :4], q[..., :4]),
+        lambda: attend(q, q[:1], q[:1]),
+        lambda: attend(q, zeros(2, 3, 5, 8), zeros(2, 3, 5, 8)),
+        lambda: attend(q[:, :1], q, q),
         lambda: attend(q[:1], q[:1], q[:1], Rotation(zeros(3, 1, 5, 4))),
-        lambda: attend(q, q, q, None, Rotation(zeros(1, 1, 4, 4))), lambda: attend(q, q, q, Reflections(zeros(2, 2, 6, 8))),
-        lambda: attend(q, q[:, :1], q[:, :1], Reflections(q)), lambda: attend(q, q, q, PathTransport(q, zeros(2, 2, 4))),
+        lambda: attend(q, q, q, None, Rotation(zeros(1, 1, 4, 4))),
+        lambda: attend(q, q, q, Reflections(zeros(2, 2, 6, 8))),
+        lambda: attend(q, q[:, :1], q[:, :1], Reflections(q)),
+        lambda: attend(q, q, q, PathTransport(q, zeros(2, 2, 4))),
         lambda: attend(q, q, q, PathTransport(q, zeros(2, 2, 5)), Rotation(zeros(1, 1, 5, 4))),
         lambda: attend(q[:, :, -1:], q, q, PathTransport(q, zeros(2, 2, 5))),
         lambda: transport.path_attention(q, q, q, q, zeros(2, 2, 4)),
         lambda: transport.path_attention(none, none, none, none, zeros(2, 2, 0)),
-        lambda: attend(q[:1], q[:1], q[:1], past=past), lambda: attend(q, q, q, key_bias=zeros(2, 2, 5), past=past),
+        lambda: attend(q[:1], q[:1], q[:1], past=past),
+        lambda: attend(q, q, q, key_bias=zeros(2, 2, 5), past=past),
         lambda: attend(q, q, q, Rotation(zeros(1, 1, 4, 4)), past=past),
     ]
     for i, call in enumerate(bad):
         with pytest.raises(ValueError, match=r"\d"):
             call()
             pytest.fail(f"call {i} was accepted")
-    assert all(torch.equal(past[name], x) for name, x in held.items())      # a refused call leaves the past as it was
+    assert all(torch.equal(past[name], x) for name, x in held.items())
 
 
 def test_scheme_names():
     assert parse("accum_qkv+alibi") == ("accum_qkv", "alibi")
     assert parse("alibi") == ("nope", "alibi") and parse("rope") == ("rope", None)
-    for bad in ("", "rop", "rope+", "+alibi", "alibi+rope", "rope+rope", "alibi+alibi", "rope+alibi+alibi", "none"):
+    for bad in (
+        "",
+        "rop",
+        "rope+",
+        "+alibi",
+        "alibi+rope",
+        "rope+rope",
+        "alibi+alibi",
+        "rope+alibi+alibi",
+        "none",
+    ):
         with pytest.raises(ValueError, match="rotations: nope, rope.*biases: alibi"):
             parse(bad)
 
@@ -408,9 +470,14 @@ def test_transport_stands_alone(tmp_path):
             imported.add(node.module.split(".")[0])
     assert imported <= {"math", "torch", "typing"}
     (tmp_path / "transport.py").write_text((HERE / "transport.py").read_text())
-    code = ("import torch, transport as t; x = torch.randn(1, 2, 5, 8); turn = t.Rotation(t.accumulate(t.rope_steps(5, 8))"
-            "[None, None]); print(t.attend(x, x, x, turn, turn).shape)")
-    printed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    code = (
+        "import torch, transport as t; x = torch.randn(1, 2, 5, 8);"
+        "turn = t.Rotation(t.accumulate(t.rope_steps(5, 8))"
+        "[None, None]); print(t.attend(x, x, x, turn, turn).shape)"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
     assert "5, 8" in printed
 
 
@@ -421,14 +488,15 @@ def test_softmax_attention_is_called_in_one_place():
     assert sum(node.attr == "scaled_dot_product_attention" for node in calls) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # transport.py: reflections and PaTH
+
 
 def reflection_inputs(T, B=2, H=2, d=8):
     """q, k, v, w, beta, log f as float64 leaves: random and varying, with repeated and zero w."""
     q, k, v, w = (randn(B, H, T, d, seed=s) for s in range(4))
-    w[:, :, T // 3:T // 2] = w[:, :, T // 3, None]
-    w[:, 0, T // 2:T // 2 + 2] = 0
+    w[:, :, T // 3 : T // 2] = w[:, :, T // 3, None]
+    w[:, 0, T // 2 : T // 2 + 2] = 0
     beta = 2 * torch.sigmoid(2 * randn(B, H, T, seed=4))
     log_forget = F.logsigmoid(2 * randn(B, H, T, seed=5) + 1)
     return [x.requires_grad_() for x in (q, k, v, w, beta, log_forget)]
@@ -449,7 +517,7 @@ def test_path_equals_the_definition(T, gated, monkeypatch):
     unit = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + 1e-6)
     bias = forget_bias(log_forget) if gated else None
     expected = oracle(q, k, v, reflection_matrices(unit, beta), None, bias)
-    for segment in (768, 64):                               # one segment, and several that are merged
+    for segment in (768, 64):  # one segment, and several that are merged
         monkeypatch.setattr(transport, "SEGMENT", segment)
         with sdpa_kernel(FUSED):
             out = transport.path_attention(q, k, v, unit, beta, bias)
@@ -470,14 +538,14 @@ def test_reflections_equal_the_definition(T, values):
 def test_identities_of_reflections(monkeypatch):
     q, k, v, w, beta, _ = reflection_inputs(97)
     path, plain = transport.path_attention, F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert (path(q, k, v, w, 0 * beta) - plain).abs().max() < 1e-12         # beta = 0 is NoPE
+    assert (path(q, k, v, w, 0 * beta) - plain).abs().max() < 1e-12  # beta = 0 is NoPE
     unit = F.normalize(w + (w == 0).all(-1, keepdim=True), dim=-1)
     exact = attend(q, k, v, Reflections(unit))
-    assert (path(q, k, v, unit, 0 * beta + 2) - exact).abs().max() < 1e-12  # beta = 2 with unit w is the exact reflection
+    assert (path(q, k, v, unit, 0 * beta + 2) - exact).abs().max() < 1e-12  # beta = 2 is exact
 
-    slope = torch.tensor([0.5, 2 ** -8], dtype=torch.float64)[None, :, None]
+    slope = torch.tensor([0.5, 2**-8], dtype=torch.float64)[None, :, None]
     alibi = attend(q, k, v, key_bias=slope * torch.arange(97))
-    gate = forget_bias((-slope).expand(2, 2, 97))           # a constant gate is ALiBi
+    gate = forget_bias((-slope).expand(2, 2, 97))  # a constant gate is ALiBi
     monkeypatch.setattr(transport, "SEGMENT", 64)
     assert (attend(q, k, v, key_bias=gate) - alibi).abs().max() < 1e-12
     assert (path(q, k, v, w, 0 * beta, gate) - alibi).abs().max() < 1e-12
@@ -510,7 +578,7 @@ def test_reflections_stay_orthogonal_over_65536_steps():
 def test_reflection_transport_ignores_autocast(monkeypatch):
     monkeypatch.setattr(transport, "SEGMENT", 64)
     q, k, v, w, beta, log_forget = (x.detach().float() for x in reflection_inputs(130, d=16))
-    w[:] = w[:, :, :1]                                      # the worst case for rounding: every w the same
+    w[:] = w[:, :, :1]  # the worst case for rounding: every w the same
     unit = F.normalize(w + (w == 0).all(-1, keepdim=True), dim=-1)
     beta, gate = 0 * beta + 1.9, forget_bias(log_forget)
     exact = transport.path_attention(*(x.double() for x in (q, k, v, unit, beta)), gate)
@@ -522,7 +590,7 @@ def test_reflection_transport_ignores_autocast(monkeypatch):
 
 
 def test_fading_keys_are_no_denormal_numbers():
-    """PaTH's keys shrink by every step with beta < 2; numbers below 1e-38 would make some CPUs ten times slower."""
+    """PaTH's keys shrink with every step; numbers below 1e-38 would make some CPUs ten times slower."""
     T, past = 4 * transport.SEGMENT, {}
     q, k, v, w = (randn(1, 1, T, 8, seed=s, dtype=torch.float32) for s in range(4))
     transport.path_attention(q, k, v, F.normalize(w, dim=-1), torch.ones(1, 1, T), past=past)
@@ -552,8 +620,9 @@ def test_gate_trains_alone():
     assert model.h[0].attn.transport.bias.gate.weight.grad.abs().max() > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Every scheme, through the model
+
 
 @pytest.mark.parametrize("pos", ALL)
 @pytest.mark.parametrize("T", [1, 2, 64, 257])
@@ -568,7 +637,7 @@ def test_causality(pos, T):
 
 @pytest.mark.parametrize("pos", ALL)
 def test_gradients_and_backends(pos):
-    """Every parameter gets a finite gradient; the fused kernels and plain matrix arithmetic agree in value and gradient."""
+    """Every parameter gets a finite gradient; fused kernels and plain matrix arithmetic agree."""
     grads = {}
     for name, backends in (("fused", FUSED), ("math", [SDPBackend.MATH])):
         model = tiny(pos, torch.float64)
@@ -591,7 +660,7 @@ def test_a_longer_text_leaves_its_beginning_as_it_was(pos, monkeypatch):
 
 @pytest.mark.parametrize("pos", ALL)
 def test_autocast_changes_no_phase_and_mixes_no_dtypes(pos, monkeypatch):
-    """Phases keep their bits; SDPA gets one dtype, bfloat16 but for logits with a bias, which some CPUs would round."""
+    """Phases keep their bits; SDPA gets one dtype: bfloat16 but for logits with a bias (see kernel_dtype)."""
     dtypes, sdpa = [], F.scaled_dot_product_attention
 
     def watch(q, k, v, *args, **how):
@@ -600,7 +669,7 @@ def test_autocast_changes_no_phase_and_mixes_no_dtypes(pos, monkeypatch):
 
     monkeypatch.setattr(transport, "SEGMENT", 400)
     monkeypatch.setattr(transport.F, "scaled_dot_product_attention", watch)
-    model, idx = tiny(pos, n_layer=1), ids(1, 600)          # two segments
+    model, idx = tiny(pos, n_layer=1), ids(1, 600)  # two segments
     attention, found = model.h[0].attn, []
     with torch.no_grad():
         full = model.hidden(idx)
@@ -609,7 +678,10 @@ def test_autocast_changes_no_phase_and_mixes_no_dtypes(pos, monkeypatch):
             half = model.hidden(idx)
             found = attention.inputs(model.wte(idx), idx, model.transport(idx, model.wte(idx)))
     wide = "+" in pos or pos in BIASES or step_is(pos, transport.PathSteps)
-    assert (full - half).abs().max() < 0.1 and dtypes == [{torch.float32}, {torch.float32 if wide else torch.bfloat16}]
+    assert (full - half).abs().max() < 0.1 and dtypes == [
+        {torch.float32},
+        {torch.float32 if wide else torch.bfloat16},
+    ]
     if isinstance(exact[3], Rotation):
         assert exact[3].cos.dtype == found[3].cos.dtype == torch.float32
         assert torch.equal(exact[3].cos, found[3].cos) and torch.equal(exact[3].sin, found[3].sin)
@@ -624,7 +696,9 @@ def test_bfloat16_model_rounds_parameters_only(pos):
             p.copy_(p.to(torch.bfloat16))
         assert low.hidden(ids(1, 65)).dtype == torch.bfloat16 and low(ids(1, 65), ids(1, 65))[1].isfinite()
         assert torch.equal(rounded.hidden(ids(1, 2048)), low.float().hidden(ids(1, 2048)))
-    assert max(x.numel() for x in rounded.state_dict().values()) <= 4 * 32 * 32  # nothing is sized by a context
+    assert (
+        max(x.numel() for x in rounded.state_dict().values()) <= 4 * 32 * 32
+    )  # nothing is sized by a context
 
 
 @pytest.mark.parametrize("pos", ["rope", "accum_qkv"])
@@ -641,18 +715,24 @@ def test_model_phases_match_float64_under_low_precision(pos):
 
 
 def test_random_angles_are_frozen_saved_and_set_by_the_seed():
-    a, b, same_seed = tiny("random_qkv", seed=1), tiny("random_qkv", seed=2), tiny("random_qk", seed=1, n_layer=1)
+    a, b, same_seed = (
+        tiny("random_qkv", seed=1),
+        tiny("random_qkv", seed=2),
+        tiny("random_qk", seed=1, n_layer=1),
+    )
     table = a.transport.rotation.bits.view(torch.float32)
     assert "transport.rotation.bits" in a.state_dict() and a.num_params() == (b.num_params()[0], 0)
     assert not torch.equal(table, b.transport.rotation.bits.view(torch.float32))
-    assert torch.equal(table, same_seed.transport.rotation.bits.view(torch.float32))    # whatever else the model draws
+    assert torch.equal(table, same_seed.transport.rotation.bits.view(torch.float32))
     assert abs(table.std() - 0.3) < 0.02 and abs(table.mean()) < 0.02
     learned = tiny("accum_qkv", seed=1)
     assert torch.equal(learned.transport.rotation.table, table) and learned.num_params()[1] == 64 * 16
 
 
 def test_initial_angles_from_the_layer_input_have_spread_sigma():
-    model, x = tiny("hidden_qkv", n_embd=128, n_layer=1), F.layer_norm(randn(4, 64, 128, dtype=torch.float32), (128,))
+    model, x = tiny("hidden_qkv", n_embd=128, n_layer=1), F.layer_norm(
+        randn(4, 64, 128, dtype=torch.float32), (128,)
+    )
     steps = model.h[0].attn.transport.rotation.steps(None, x, {})
     assert steps.shape == (4, 64, 2, 32) and abs(steps.std() - 0.3) < 0.03
 
@@ -660,7 +740,7 @@ def test_initial_angles_from_the_layer_input_have_spread_sigma():
 @pytest.mark.parametrize("pos", ALL)
 def test_every_combination_trains(pos):
     model = tiny(pos)
-    optimizer, losses = train.make_optimizer(model, train.TrainConfig(learning_rate=1e-2), "cpu"), []
+    optimizer, losses = train.make_optimizer(model, train.TrainConfig(learning_rate=1e-2)), []
     for _ in range(3):
         loss = model(ids(2, 130), ids(2, 130, seed=1))[1]
         loss.backward()
@@ -689,7 +769,7 @@ def test_compiled_equals_eager(pos, autocast):
 
 
 def test_compile_and_autocast_leave_phases_alone():
-    """Phases of tables, and of steps from the layer's input, at 2,048 tokens: bfloat16 steps would be off by 0.1."""
+    """Phases of tables and of the layer's input at 2,048 tokens: bfloat16 steps would be off by 0.1."""
     if not train.can_compile("cpu"):
         pytest.skip("torch.compile needs a C++ compiler")
     torch._dynamo.reset()
@@ -709,21 +789,26 @@ def test_compile_and_autocast_leave_phases_alone():
         assert a.dtype == b.dtype == torch.float32 and (a - b).abs().max() < 2e-5 * a.abs().max()
 
 
-@pytest.mark.parametrize("pos,vocab,most", [("rope", 64, 2), ("accum_qkv", 50304, 5), ("accum_qkv+alibi", 64, 6)])
+@pytest.mark.parametrize(
+    "pos,vocab,most", [("rope", 64, 2), ("accum_qkv", 50304, 5), ("accum_qkv+alibi", 64, 6)]
+)
 def test_nine_lengths_compile_few_graphs(pos, vocab, most):
-    """Symbolic lengths: one graph for the first length, one for all others, two around the loss in chunks of a large
+    """Symbolic lengths: one graph for the first length, one for all others, two around the loss of a large
     vocabulary, and a break in each layer where biased attention takes segments."""
     torch._dynamo.reset()
     model, counter = tiny(pos, n_layer=1, vocab_size=vocab), CompileCounter()
     run = torch.compile(model.nll, backend=counter)
     with torch.no_grad():
-        for T in (16 * 2 ** i for i in range(9)):
-            assert (run(ids(1, T), ids(1, T, seed=1)) - model.nll(ids(1, T), ids(1, T, seed=1))).abs().max() < 1e-5, T
+        for T in (16 * 2**i for i in range(9)):
+            assert (
+                run(ids(1, T), ids(1, T, seed=1)) - model.nll(ids(1, T), ids(1, T, seed=1))
+            ).abs().max() < 1e-5, T
     assert counter.frame_count <= most
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # A new scheme is one class and one row
+
 
 class PreviousAngles(transport.LearnedAngles):
     """Angle of the token plus one of the token before it."""
@@ -735,11 +820,14 @@ class PreviousAngles(transport.LearnedAngles):
     def steps(self, idx, x, past):
         previous = torch.cat((past.get("last", idx[:, :1]), idx[:, :-1]), dim=1)
         past["last"] = idx[:, -1:]
-        return super().steps(idx, x, past) + F.embedding(previous, self.before).unflatten(-1, (self.n_head, -1))
+        return super().steps(idx, x, past) + F.embedding(previous, self.before).unflatten(
+            -1, (self.n_head, -1)
+        )
 
 
 class LearnedSlope(nn.Module):
     """ALiBi with a slope per head that is learned."""
+
     shared = True
 
     def __init__(self, config):
@@ -753,7 +841,9 @@ class LearnedSlope(nn.Module):
 @pytest.mark.parametrize("pos", ["accum2_qkv", "slope", "accum2_qkv+slope", "path+slope", "rope+slope"])
 def test_a_new_scheme_is_a_class_and_a_row(pos, monkeypatch):
     """It has causality, gradients, a past, and its line of help; nothing else has to know of it."""
-    monkeypatch.setitem(SCHEMES, "accum2_qkv", transport.Scheme("rotation", PreviousAngles, True, "two angles"))
+    monkeypatch.setitem(
+        SCHEMES, "accum2_qkv", transport.Scheme("rotation", PreviousAngles, True, "two angles")
+    )
     monkeypatch.setitem(SCHEMES, "slope", transport.Scheme("bias", LearnedSlope, False, "a learned slope"))
     test_causality(pos, 257)
     test_gradients_and_backends(pos)
@@ -763,8 +853,9 @@ def test_a_new_scheme_is_a_class_and_a_row(pos, monkeypatch):
         parse("accum3_qkv")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # model.py
+
 
 def test_defaults_are_the_papers_model():
     c = GPTConfig()
@@ -775,7 +866,7 @@ def test_defaults_are_the_papers_model():
 
 def test_chunked_loss_equals_the_whole(monkeypatch):
     results = []
-    for rows in (10 ** 9, 384, 7):
+    for rows in (10**9, 384, 7):
         monkeypatch.setattr("model.LOGITS_AT_ONCE", rows * 64)
         model = tiny(dtype=torch.float64)
         nll = model.nll(ids(2, 500), ids(2, 500, seed=1))
@@ -785,8 +876,10 @@ def test_chunked_loss_equals_the_whole(monkeypatch):
     whole = F.cross_entropy(logits.mT, ids(2, 500, seed=1), reduction="none")
     assert torch.allclose(results[0][0], whole, atol=1e-12)
     for nll, grad in results[1:]:
-        assert torch.allclose(nll, results[0][0], atol=1e-12) and torch.allclose(grad, results[0][1], atol=1e-12)
-    assert tiny().to(torch.bfloat16).nll(ids(1, 9), ids(1, 9)).dtype == torch.float32    # never a bfloat16 loss
+        assert torch.allclose(nll, results[0][0], atol=1e-12) and torch.allclose(
+            grad, results[0][1], atol=1e-12
+        )
+    assert tiny().to(torch.bfloat16).nll(ids(1, 9), ids(1, 9)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("pos", ALL)
@@ -827,12 +920,12 @@ def test_generate():
     torch.manual_seed(0)
     free = model.generate(idx, 8)
     torch.manual_seed(0)
-    assert torch.equal(free, model.generate(idx, 8, top_k=0))               # 0 is off
+    assert torch.equal(free, model.generate(idx, 8, top_k=0))  # 0 is off
 
 
 def test_ids_beyond_the_data_are_never_drawn():
-    model = tiny(vocab_size=70).eval()                      # 128 rows
-    model.n_ids = 65                                        # what load_model says of the data
+    model = tiny(vocab_size=70).eval()  # 128 rows
+    model.n_ids = 65  # what load_model says of the data
     with torch.no_grad():
         model.wte.weight[65:] *= 100
     assert model.wte.num_embeddings == 128
@@ -842,22 +935,40 @@ def test_ids_beyond_the_data_are_never_drawn():
 
 def test_bad_prompts_and_configurations():
     model = tiny()
-    for prompt, how in ((ids(1, 0), {}), (ids(1, 3)[0], {}), (ids(1, 3), {"temperature": -1.0}), (ids(1, 3), {"top_k": -1}),
-                        (ids(1, 3), {"temperature": math.nan})):
+    for prompt, how in (
+        (ids(1, 0), {}),
+        (ids(1, 3)[0], {}),
+        (ids(1, 3), {"temperature": -1.0}),
+        (ids(1, 3), {"top_k": -1}),
+        (ids(1, 3), {"temperature": math.nan}),
+    ):
         with pytest.raises(ValueError, match="token ids|temperature"):
             model.generate(prompt, 2, **how)
-    for config, word in (({"n_embd": 30, "n_head": 4}, "divisible"), ({"n_embd": 30, "n_head": 2}, "even"),
-                         ({"pos": "x"}, "rotations"), ({"n_layer": 0}, "at least 1"), ({"sigma": math.nan}, "sigma"),
-                         ({"sigma": -1.0}, "sigma"), ({"rope_base": 0.0}, "rope_base"), ({"rope_base": math.inf}, "rope_base")):
+    for config, word in (
+        ({"n_embd": 30, "n_head": 4}, "divisible"),
+        ({"n_embd": 30, "n_head": 2}, "even"),
+        ({"pos": "x"}, "rotations"),
+        ({"n_layer": 0}, "at least 1"),
+        ({"sigma": math.nan}, "sigma"),
+        ({"sigma": -1.0}, "sigma"),
+        ({"rope_base": 0.0}, "rope_base"),
+        ({"rope_base": math.inf}, "rope_base"),
+    ):
         with pytest.raises(ValueError, match=word):
             tiny(**config)
-    for pos in ("alibi", "householder_qkv", "path+fox"):    # no pairs: an odd head dim will do
+    for pos in ("alibi", "householder_qkv", "path+fox"):  # no pairs: an odd head dim will do
         assert tiny(pos, n_embd=30)(ids(1, 4), ids(1, 4))[1].isfinite()
 
 
 def checkpoint_of(model, **more):
-    return {"model": model.state_dict(), "model_config": dataclasses.asdict(model.config), "iter_num": 7, "encoding": "bytes",
-            "vocab_size": model.config.vocab_size, "train_config": {"block_size": 32, "data": "d", "seed": 1}} | more
+    return {
+        "model": model.state_dict(),
+        "model_config": dataclasses.asdict(model.config),
+        "iter_num": 7,
+        "encoding": "bytes",
+        "vocab_size": model.config.vocab_size,
+        "train_config": {"block_size": 32, "data": "d", "seed": 1},
+    } | more
 
 
 def test_damaged_and_foreign_checkpoints_are_one_line(tmp_path):
@@ -867,13 +978,32 @@ def test_damaged_and_foreign_checkpoints_are_one_line(tmp_path):
     loaded, saved = load_model(path)
     assert saved["iter_num"] == 7 and loaded.n_ids == 64 and torch.equal(loaded.wte.weight, model.wte.weight)
     whole = path.read_bytes()
-    for damaged in (b"", b"x", b"not a checkpoint", whole[:1000], whole[:-100], pickle.dumps([1]), b"PK\x03\x04" + whole[4:50]):
+    for damaged in (
+        b"",
+        b"x",
+        b"not a checkpoint",
+        whole[:1000],
+        whole[:-100],
+        pickle.dumps([1]),
+        b"PK\x03\x04" + whole[4:50],
+    ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="ckpt.pt is not a readable checkpoint") as e:
             load_model(path)
         assert "\n" not in str(e.value)
-    foreign = [{"x": 1}, [1, 2], 5, torch.zeros(3), {}, good | {"model": {}}, good | {"model": None}, good | {"model_config": {}},
-               good | {"model_config": {"pos": "x"}}, good | {"train_config": None}, good | {"model_config": {"n_layer": "2"}}]
+    foreign = [
+        {"x": 1},
+        [1, 2],
+        5,
+        torch.zeros(3),
+        {},
+        good | {"model": {}},
+        good | {"model": None},
+        good | {"model_config": {}},
+        good | {"model_config": {"pos": "x"}},
+        good | {"train_config": None},
+        good | {"model_config": {"n_layer": "2"}},
+    ]
     foreign += [{name: value for name, value in good.items() if name != missing} for missing in good]
     for content in foreign:
         torch.save(content, path)
@@ -886,7 +1016,7 @@ def test_damaged_and_foreign_checkpoints_are_one_line(tmp_path):
         load_model(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # data.py
 
 @pytest.fixture(scope="session")
@@ -2179,7 +2309,7 @@ def test_train_refuses_bad_input(corpus, tmp_path, capsys):
     assert (tmp_path / "run/ckpt.pt").read_bytes() == before
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # eval_extrapolate.py
 
 class Stub(torch.nn.Module):
@@ -2486,7 +2616,7 @@ def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
     assert not (run / "extrapolate.json").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # results/run.py and results/speed.py
 
 def results_script(name):
@@ -2592,7 +2722,11 @@ def test_costs_are_measured(capsys):
     assert trained["tokens_per_second"] > 0 and trained["mfu"] is None
 
 
-# ------------------------------------------------------------------------------------------------------------
+<<<<<<< HEAD
+# -----------------------------------------------------------------------------------------------------------
+=======
+# -----------------------------------------------------------------------------------------------------------
+>>>>>>> main
 # theory.py
 
 def close_to(value, expected, tolerance=1e-12):
@@ -2600,7 +2734,11 @@ def close_to(value, expected, tolerance=1e-12):
     return bool((value - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max())))
 
 
-# ------------------------------------------------------------------------------------------------------------
+<<<<<<< HEAD
+# -----------------------------------------------------------------------------------------------------------
+=======
+# -----------------------------------------------------------------------------------------------------------
+>>>>>>> main
 # theory.py: the table
 
 def test_every_statement_holds_for_ten_seeds():
@@ -2733,7 +2871,11 @@ def test_the_command_prints_the_table_and_its_status_tells(capsys, monkeypatch):
     assert status.value.code == 1 and "NO" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------------------------------------
+<<<<<<< HEAD
+# -----------------------------------------------------------------------------------------------------------
+=======
+# -----------------------------------------------------------------------------------------------------------
+>>>>>>> main
 # theory.py: formulas against other ways to compute them
 
 def test_mixing_time():
@@ -2870,7 +3012,11 @@ def test_far_output_within_a_fifth_of_a_simulation():
     assert 0.8 < np.mean(ratios) < 1.25
 
 
-# ------------------------------------------------------------------------------------------------------------
+<<<<<<< HEAD
+# -----------------------------------------------------------------------------------------------------------
+=======
+# -----------------------------------------------------------------------------------------------------------
+>>>>>>> main
 # theory.py: measurements on attention whose answer is known
 
 def layer_of(T, H=2, d=8, transport=None, value_transport=None, key_bias=None, dtype=torch.float64):
@@ -3082,7 +3228,11 @@ def test_alibi_alone_has_closed_forms():
         assert (rho <= theory.alibi_far_bound(near, float(slope), 0.0) * (1 + 1e-9)).all()
 
 
-# ------------------------------------------------------------------------------------------------------------
+<<<<<<< HEAD
+# -----------------------------------------------------------------------------------------------------------
+=======
+# -----------------------------------------------------------------------------------------------------------
+>>>>>>> main
 # theory.py: measurements on checkpoints
 
 @pytest.fixture(scope="module")
@@ -3288,24 +3438,32 @@ def test_measuring_a_damaged_checkpoint_is_one_line(content, theory_data, tmp_pa
     refused((status.value.code, capsys.readouterr().err), "ckpt.pt", "not a")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# README.md
+# -----------------------------------------------------------------------------------------------------------
+# README.md, and how the code is written
 
 def test_readme_example_is_the_scheme_it_names():
-    lines = [line for line in (HERE / "README.md").read_text().split("```python\n")[1].split("```")[0].splitlines() if not line.startswith("#")]
-    model = tiny("accum_qkv+alibi")
-    B, T, idx, x = 2, 9, ids(2, 9), torch.zeros(1)
-    q, k, v = (randn(B, 2, T, 16, seed=s, dtype=torch.float32) for s in range(3))
-    attention = type("CausalSelfAttention", (), {"n_head": 2, "angle": lambda self, idx: F.embedding(idx, model.transport.table)})()
-    scope = {"self": attention, "idx": idx, "x": x, "q": q, "k": k, "v": v, "B": B, "T": T, "torch": torch}
-    exec("\n".join(lines), scope)
-    turn, bias = model.transport(idx)
-    assert torch.equal(scope["y"], attend(q, k, v, turn, True, bias))
+    example = (HERE / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    model, idx = tiny("accum_qkv+alibi"), ids(2, 9)
+    q, k, v = (randn(2, 2, 9, 16, seed=s, dtype=torch.float32) for s in range(3))
+    scope = {"idx": idx, "q": q, "k": k, "v": v, "T": 9, "n_head": 2, "torch": torch}
+    exec(example, scope | {"angle": model.transport.rotation.table}, scope)
+    turn, bias = model.transport(idx, model.wte(idx))
+    assert torch.equal(scope["y"], attend(q, k, v, turn, turn, bias))
 
 
-def test_readme_and_help_list_every_scheme():
-    readme, usage = (HERE / "README.md").read_text(), cli(HERE / "train.py", "--help").stdout
+def test_readme_lists_every_scheme_and_file():
+    readme = (HERE / "README.md").read_text()
     for name, scheme in SCHEMES.items():
-        assert f"| `{name}` |" in readme and scheme.about in readme and f"  {name} " in usage and scheme.about in usage
-    for config in (GPTConfig, train.TrainConfig):
-        assert all(f"--{f.name}" in usage for f in dataclasses.fields(config))
+        assert f"| `{name}` | {scheme.kind} |" in readme and scheme.about in readme
+    for path in HERE.glob("*.py"):
+        assert f"`{path.name}`" in readme
+
+
+@pytest.mark.parametrize("path", sorted([*HERE.glob("*.py"), *HERE.glob("results/*.py")]), ids=lambda path: path.name)
+def test_lines_are_short_and_statements_plain(path):
+    """At most 110 columns; no statement that is a tuple of calls; no lambda that has a name."""
+    source = path.read_text()
+    assert not [i for i, line in enumerate(source.splitlines(), 1) if len(line) > 110]
+    for node in ast.walk(ast.parse(source)):
+        assert not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Tuple)), node.lineno
+        assert not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)), node.lineno

@@ -32,7 +32,7 @@ CHECKS = []   # (section, check) in the order of this file
 TABLE = {"section": "", "formula": ".5g", "": "", "simulated": ".5g", "+-": ".1g", "holds": "", "claim": ""}
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # The table. A check takes a random generator and yields rows: (claim, formula, relation, value[, within])
 
 def check(section):
@@ -156,7 +156,7 @@ def exp_i(angle):
     return torch.exp(1j * f64(angle))
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # 1. Transport
 
 def cumulative(steps):
@@ -183,7 +183,7 @@ def paths_factor(g):
     yield "! not for I - beta ww', beta < 2: error of C_j'", 0.01, "<", error
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # 2. Spectral gap and mixing: E P = (E M)^n, so |E s| <= r^n |q||k|
 
 def chi_table(angles, p):
@@ -292,7 +292,7 @@ def squares_need_a_gap_of_their_own(g):
     yield "! nor r < 1 where pairs share one angle: rho_2 = 1", torus_gap(shared, p), "=", 1
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # 3. Concentration of s = q.Pk, |q| = |k| = 1
 
 def haar_tail(t, d):
@@ -391,7 +391,7 @@ def independent_pairs_concentrate(g):
     yield "! energy in one pair, or one angle for all: P(s >= .8)", haar_tail_bound(0.8, 64), "<", alone
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # 4. Score gap. Far tokens lie on one path, so they may depend on each other in any way
 
 def route_bound(steps):
@@ -479,7 +479,7 @@ def far_mass_is_pinned(g):
     yield "rho >= far e^mean / (far e^mean + Z_near)", bound, "<=", rho, 1.4
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # 5. Far mass
 
 def far_mass(far, near, gap=0.0):
@@ -528,7 +528,7 @@ def attention_drifts_to_far_tokens(g):
     yield "! lam = 8 forces 1/2 only far beyond 65,536", 65536, "<", forced_length(0.5, 64, 8)
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # 6. Distance bias: logits s + bias(n), |s| <= lam; near tokens have n < near, far ones near <= n < length
 
 def alibi_far_bound(near, slope, lam, length=math.inf):
@@ -574,7 +574,7 @@ def a_distance_bias_holds_attention(g):
     yield "bias -2 ln(1+n): rho beyond 64 stays below this", limit, ">=", rho, 1.001
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # 7. Values: far output O = sum_j alpha_j P_{j->i} v_j, v_j = c + noise_j; the background c they share adds up
 
 def value_gain(r):
@@ -673,7 +673,7 @@ def what_is_left_of_far_output(g):
     yield "! kappa/n_eff alone is no bound", formula, "<", square
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # 8. Rotation and distance bias together: section 6 as it stands (|s| <= lam either way), section 4 improved
 
 def biased_partition(Phi, slope, near, length):
@@ -698,7 +698,7 @@ def rotation_with_a_bias(g):
     yield "E rho <= E Z_far/(E Z_far + Z_near)", far_mass(Z_far, 40), ">=", rho, 1.25
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # A trained model, measured at the same query tokens for every length
 
 QUERIES = 32      # measured per head and stretch of text
