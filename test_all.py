@@ -2722,11 +2722,7 @@ def test_costs_are_measured(capsys):
     assert trained["tokens_per_second"] > 0 and trained["mfu"] is None
 
 
-<<<<<<< HEAD
 # -----------------------------------------------------------------------------------------------------------
-=======
-# -----------------------------------------------------------------------------------------------------------
->>>>>>> main
 # theory.py
 
 def close_to(value, expected, tolerance=1e-12):
@@ -2734,11 +2730,7 @@ def close_to(value, expected, tolerance=1e-12):
     return bool((value - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max())))
 
 
-<<<<<<< HEAD
 # -----------------------------------------------------------------------------------------------------------
-=======
-# -----------------------------------------------------------------------------------------------------------
->>>>>>> main
 # theory.py: the table
 
 def test_every_statement_holds_for_ten_seeds():
@@ -2871,11 +2863,7 @@ def test_the_command_prints_the_table_and_its_status_tells(capsys, monkeypatch):
     assert status.value.code == 1 and "NO" in capsys.readouterr().out
 
 
-<<<<<<< HEAD
 # -----------------------------------------------------------------------------------------------------------
-=======
-# -----------------------------------------------------------------------------------------------------------
->>>>>>> main
 # theory.py: formulas against other ways to compute them
 
 def test_mixing_time():
@@ -3012,11 +3000,7 @@ def test_far_output_within_a_fifth_of_a_simulation():
     assert 0.8 < np.mean(ratios) < 1.25
 
 
-<<<<<<< HEAD
 # -----------------------------------------------------------------------------------------------------------
-=======
-# -----------------------------------------------------------------------------------------------------------
->>>>>>> main
 # theory.py: measurements on attention whose answer is known
 
 def layer_of(T, H=2, d=8, transport=None, value_transport=None, key_bias=None, dtype=torch.float64):
@@ -3228,11 +3212,7 @@ def test_alibi_alone_has_closed_forms():
         assert (rho <= theory.alibi_far_bound(near, float(slope), 0.0) * (1 + 1e-9)).all()
 
 
-<<<<<<< HEAD
 # -----------------------------------------------------------------------------------------------------------
-=======
-# -----------------------------------------------------------------------------------------------------------
->>>>>>> main
 # theory.py: measurements on checkpoints
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ import data
 from eval_extrapolate import Progress, check_runs, finite, pyplot
 from model import load_model
 from train import pick_device
-from transport import Rotation, chunks, rope_steps, rotate, ut_transform
+from transport import Rotation, in_chunks, rope_steps, rotate, ut_transform
 
 CHECKS = []   # (section, check) in the order of this file
 TABLE = {"section": "", "formula": ".5g", "": "", "simulated": ".5g", "+-": ".1g", "holds": "", "claim": ""}
@@ -758,8 +758,8 @@ def path_products(q, k, path, rows):
     q, k (1, H, T, d). The queries are carried back, chunk by chunk of steps.
     """
     W, X = ut_transform(path.w, path.beta)
-    keys, q, products = chunks(k), q[:, :, rows], []
-    places = chunks(torch.arange(k.size(2), device=rows.device)[None, None])[0, 0]
+    keys, q, products = in_chunks(k), q[:, :, rows], []
+    places = in_chunks(torch.arange(k.size(2), device=rows.device)[None, None])[0, 0]
     for n in reversed(range(len(places))):
         w, key = W[:, :, n], keys[:, :, n]
         on_the_way = places[n] <= rows[:, None]             # steps up to the query's own, (Q, c)
