@@ -221,7 +221,10 @@ def load_model(path, device="cpu"):
         model = GPT(GPTConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
         model.n_ids = saved["vocab_size"]
-        saved["train_config"]["block_size"], saved["iter_num"], saved["encoding"]
+        for name in ("block_size", "data", "seed"):
+            saved["train_config"][name]
+        for name in ("iter_num", "encoding"):
+            saved[name]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as e:
         raise ValueError(f"{path} is not a checkpoint of this model ({first_line(e)})")
     return model.to(device).eval(), saved
