@@ -143,26 +143,20 @@ def attend(q, k, v, transport=None, value_transport=None, key_bias=None, past=No
 
 def check_shapes(q, k, v, key_bias, past):
     """Raise ValueError unless the arguments of `attend` fit together."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ValueError(f"attend needs q (B, H, T, d) and k, v of one shape (B, H_kv, T_k, d), got {shapes}")
-    if q.size(0) != k.size(0) or q.size(3) != k.size(3) or q.size(1) % k.size(1):
-        raise ValueError(f"attend needs one batch, one head dim, and H a multiple of H_kv, got {shapes}")
-    if not 1 <= q.size(2) <= k.size(2):
-        raise ValueError(f"attend needs at least one query, and no more queries than keys, got {shapes}")
+    whole = q.dim() == k.dim() == 4 and k.shape == v.shape and 1 <= q.size(2) <= k.size(2)
+    if not whole or q.size(0) != k.size(0) or q.size(3) != k.size(3) or q.size(1) % k.size(1):
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        raise ValueError("attend needs q (B, H, T, d) and k, v (B, H_kv, T_k, d), T from 1 to T_k, "
+                         f"H a multiple of H_kv, not {shapes}")
 
-    old = held(past)
-    if old and (past["k"].shape[:2], past["k"].size(3)) != (k.shape[:2], k.size(3)):
-        raise ValueError(f"the past holds keys {tuple(past['k'].shape)}, which do not go on with {shapes}")
-    wanted = (q.size(0), q.size(1), old + k.size(2))
-    if key_bias is not None and not fits(key_bias.shape, wanted):
-        raise ValueError(f"key_bias must be {wanted}, or 1 for the first two, not {tuple(key_bias.shape)}")
-
-
-def fits(shape, wanted):
-    """Is it the wanted shape, up to ones in the first two places?"""
-    return len(shape) == len(wanted) and shape[2:] == wanted[2:] and all(
-        size in (1, full) for size, full in zip(shape[:2], wanted[:2]))
+    T_k = held(past) + k.size(2)
+    if held(past) and (past["k"].shape[:2], past["k"].size(3)) != (k.shape[:2], k.size(3)):
+        raise ValueError(f"keys {tuple(k.shape)} do not go on with the past's {tuple(past['k'].shape)}")
+    if key_bias is not None:
+        B, H = q.shape[:2]
+        fits = key_bias.dim() == 3 and key_bias.size(0) in (1, B) and key_bias.size(1) in (1, H)
+        if not fits or key_bias.size(2) != T_k:
+            raise ValueError(f"key_bias must be ({B}|1, {H}|1, {T_k}), not {tuple(key_bias.shape)}")
 
 
 def held(past):
@@ -177,8 +171,7 @@ def append(past, name, new, dim):
 
 
 def for_queries(carry, x, k):
-    """carry is the encode or decode of k's positions and heads; x is of the last positions, or of more
-    heads."""
+    """carry: the encode or decode of k's positions and heads; x has the last of them, or groups of heads."""
     missing, groups = k.size(2) - x.size(2), x.size(1) // k.size(1)
     if missing == 0 and groups == 1:
         return carry(x)
