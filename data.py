@@ -239,7 +239,7 @@ def prepare(documents, out, source, name="bytes", tokens=3 * 10 ** 9, val_tokens
         raise ValueError(f"{out} exists: delete it first, or choose another --name")
     encode, vocab_size = encoder(name)
     partial = Path(f"{out}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
+    partial.mkdir(parents=True, exist_ok=True)
     try:
         path = partial / "train.bin"
         with path.open("wb") as file:
@@ -262,8 +262,8 @@ def prepare(documents, out, source, name="bytes", tokens=3 * 10 ** 9, val_tokens
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"{out}: {source} as {name}, {written:,} + {len(val):,} tokens; left out: {empty:,} files or lines "
-          f"without text, {copies:,} held-out documents that copy training text")
+    print(f"{out}: {source} as {name}, {written:,} + {len(val):,} tokens; left out: {empty} files or lines "
+          f"without text, {copies} held-out documents that copy training text")
 
 
 # -----------------------------------------------------------------------------------------------------------
