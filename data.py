@@ -374,6 +374,9 @@ def main():
         prepare(documents, out, source, args.encoding or encoding_name, args.tokens, args.val_tokens)
     except (ValueError, OSError) as e:
         die(e)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        raise SystemExit(130)
 
 
 if __name__ == "__main__":
