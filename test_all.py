@@ -2480,8 +2480,8 @@ def test_every_statement_holds_for_ten_seeds():
         rows = list(theory.table(seed))
         assert not [row for row in rows if not row["holds"]], seed
         assert all(math.isfinite(row[key]) for row in rows for key in ("formula", "simulated", "+-"))
-    assert len(rows) > 50 and {row["section"] for row in rows} == set(range(1, 9))
-    assert sum(row["claim"].startswith("!") for row in rows) >= 15
+    assert len(rows) >= 40 and {row["section"] for row in rows} == set(range(1, 8))
+    assert sum(row["claim"].startswith("!") for row in rows) >= 12
 
 
 COIN, NEVER_SEEN = torch.arange(1000) % 2, torch.zeros(1000) > 0
@@ -2510,8 +2510,8 @@ SLIPS = [   # formula, what stands in it, what a slip makes of it
     ("cumulative", "step @ products[-1]", "products[-1] @ step"),
     ("chi_table", "p.to", "p.sqrt().to"),
     ("chi_table", "exp_i(angles)", "exp_i(2 * angles)"),
-    ("mixing_time", "<= eps:\n            high", "<= 2 * eps:\n            high"),
-    ("mixing_time", "return high", "return low"),
+    ("mixing_time", "<= eps", "<= 2 * eps"),
+    ("mixing_time", "return n if", "return n - 1 if"),
     ("reflection_moments", "(1 - 2 / d) ** n", "(1 - 1 / d) ** n"),
     ("reflection_moments", "(d + 2)", "(d + 1)"),
     ("reflection_moments", "1 / d + ", "2 / d + "),
@@ -2519,43 +2519,30 @@ SLIPS = [   # formula, what stands in it, what a slip makes of it
     ("torus_gap", "max(plus.max(), (minus - 2 * eye(len(minus))).max())", "plus.max()"),
     ("haar_tail", "(d - 2)", "(d - 3)"),
     ("haar_tail", "(d - 2)", "(d - 1)"),
-    ("haar_tail", "(d - 1) / 2", "(d - 0.9) / 2"),
+    ("haar_tail", "0.5 * ", ""),
     ("haar_tail_bound", "(d - 1) / 2", "(d - 2) / 2"),
     ("haar_tail_bound", "(d - 1) / 2", "d / 2"),
-    ("haar_tail_bound", "math.exp(-d *", "math.exp(-(d - 1) *"),
-    ("haar_tail_bound", "math.exp(-d *", "math.exp(-(d + 1) *"),
-    ("haar_tail_bound", "0.5 * min", "min"),
+    ("haar_tail_bound", "0.5 * ", ""),
     ("levy_bound", "(d - 1)", "(d - 2)"),
-    ("pairs_tail", "(2 * proxy", "(1.4 * proxy"),
-    ("pairs_tail", "(2 * proxy", "(2.5 * proxy"),
-    ("pairs_tail", "proxy * (r", "(r"),
-    ("pairs_tail_finite", "2 * harmonics.sum()", "0 * harmonics.sum()"),
-    ("pairs_tail_finite", "2 * harmonics.sum()", "harmonics.sum()"),
-    ("pairs_tail_finite", "** n * (t", "* (t"),
-    ("pairs_tail_finite", "** order / factorial", "** order"),
+    ("pairs_tail", "(2 * ", "(1.4 * "),
+    ("pairs_tail", "(2 * ", "(2.5 * "),
+    ("pairs_tail", "(r ** 2).sum()", "r.sum() ** 2"),
     ("route_bound", ", 2).sum()", ", 2).max()"),
     ("route_bound", ", 2).sum()", ").sum()"),
-    ("far_weight_bound", "-gap", "-0.9 * gap"),
     ("far_threshold_haar", "return math", "return 0.97 * math"),
     ("far_threshold_haar", "2 / (d - 1)", "2 / d"),
-    ("far_threshold_haar", "/ (2 * delta)", "/ delta"),
+    ("far_threshold_haar", "(2 * delta", "(delta"),
     ("far_threshold_pairs", "mean + math", "mean + 0.85 * math"),
     ("far_threshold_pairs", "mean + math", "math"),
-    ("far_threshold_pairs", "proxy * ", ""),
     ("far_partition", "torch.special.i0(lam_pairs).prod(-1)", "torch.exp((lam_pairs ** 2).sum(-1) / 4)"),
     ("far_partition", ".prod(-1)", ".sum(-1)"),
     ("far_mass", "- f64(gap)", "- 0.99 * f64(gap)"),
     ("far_mass", "f64(far) / f64(near)", "f64(far) / (f64(near) + 1)"),
-    ("near_coefficient", "-f64(gap)", "f64(gap)"),
-    ("near_coefficient", "near, far, -", "far, near, -"),
-    ("forced_length", "math.exp(2 * lam)", "math.exp(lam)"),
-    ("forced_length", "mass / (1 - mass)", "mass"),
-    ("forced_length", "return near + ", "return "),
-    ("alibi_far_bound", "math.exp(2 * lam)", "math.exp(lam)"),
-    ("alibi_far_bound", " - math.exp(-slope * length)", ""),
-    ("alibi_far_bound", "-math.expm1(-slope * near)", "-math.expm1(-slope)"),
-    ("bias_far_bound", "2 * lam + ", ""),
+    ("bias_far_bound", "2 * lam", "0 * lam"),
     ("bias_far_bound", "bias[near:]", "bias[near - 1:]"),
+    ("biased_partition", "-math.expm1(-slope)", "-math.expm1(-slope * near)"),
+    ("biased_partition", " - math.exp(-slope * length)", ""),
+    ("biased_partition", "far_partition(lam_pairs) * ", ""),
     ("value_gain", "(1 + f64(r))", "1"),
     ("value_gain", "(1 + f64(r))", "1.05 * (1 + f64(r))"),
     ("value_moment", ".abs()", ".abs() / 2"),
@@ -2567,9 +2554,6 @@ SLIPS = [   # formula, what stands in it, what a slip makes of it
     ("far_output", "coherent ** 2 + ", ""),
     ("far_output", ".clamp(max=1)", ""),
     ("far_output", "noise / n_eff", "noise / n_eff ** 2"),
-    ("biased_partition", "-math.expm1(-slope)", "-math.expm1(-slope * near)"),
-    ("biased_partition", " - math.exp(-slope * length)", ""),
-    ("biased_partition", "Phi * ", ""),
 ]
 
 
@@ -2591,168 +2575,43 @@ def test_every_formula_has_a_slip():
     text = Path(theory.__file__).read_text().split("# 1. Transport")[1].split("# A trained model")[0]
     checks = {check.__name__ for _, check in theory.CHECKS}
     functions = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    assert functions - checks - {"second_moment", "cramer_rate"} == {name for name, _, _ in SLIPS}
+    assert functions - checks == {name for name, _, _ in SLIPS}
 
 
 def test_the_command_prints_the_table_and_its_status_tells(capsys, monkeypatch):
     with pytest.raises(SystemExit) as status:
         theory.main(["--seed", "3"])
     out = capsys.readouterr().out
-    assert not status.value.code and "seed 3" in out and "NO" not in out and out.count("\n") > 50
+    assert not status.value.code and "seed 3" in out and "NO" not in out and out.count("\n") > 40
     monkeypatch.setattr(theory, "value_gain", lambda r: torch.tensor(1.0))
     with pytest.raises(SystemExit) as status:
         theory.main([])
     assert status.value.code == 1 and "NO" in capsys.readouterr().out
 
 
-# -----------------------------------------------------------------------------------------------------------
-# theory.py: formulas against other ways to compute them
-
-def test_mixing_time():
-    for r, eps, n in ((0.9, 0.1, 22), (0.0, 0.3, 1), (0.5, 0.25, 2), (0.5, 1.0, 0), (0.5, 7.0, 0),
+def test_known_values():
+    """Corners that the table's rows do not reach, and numbers that are quoted."""
+    for r, eps, n in ((0.9, 0.1, 22), (0.0, 0.3, 1), (0.5, 0.25, 2), (0.5, 1.0, 0), (1 - 2 / 64, 0.1, 73),
                       (1.0, 0.5, math.inf), (1 - 1e-14, 0.5, math.inf)):
         assert theory.mixing_time(r, eps) == n
-    assert math.isnan(theory.mixing_time(math.nan, 0.1))
-    reflections = 1 - 2 / 64
-    assert (theory.mixing_time(reflections, 0.1), theory.mixing_time(reflections, 0.01)) == (73, 146)
-    r, weight = torch.tensor([0.5, 0.99]), torch.tensor([3.0, 0.2])
-    n = theory.mixing_time(r, 0.1, weight)
-    assert (weight * r ** n).sum() <= 0.1 < (weight * r ** (n - 1)).sum()
-
-
-def test_characters_of_tables_by_enumeration():
-    theta, p = randn(3, 2), torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    angles = theta.numpy()
-
-    def chi(first, second):
-        turns = np.exp(1j * (first * angles[:, 0] + second * angles[:, 1]))
-        return abs(sum(float(weight) * turn for weight, turn in zip(p, turns)))
-    assert close_to(theory.chi_table(theta, p).abs(), [chi(1, 0), chi(0, 1)])
-    assert close_to(theory.torus_gap(theta, p), max(chi(2, 0), chi(0, 2), chi(1, 1), chi(1, -1)))
-    together = torch.tensor([[0.3, 0.31], [2.0, 2.01], [-1.0, -0.99]], dtype=torch.float64)
-    assert theory.torus_gap(together, p) > 0.999 > 0.9 > theory.chi_table(together, p).abs().max()
-
-
-def test_reflection_moments_by_recursion():
-    """E over w of the second-moment map, on the trace and traceless parts of a matrix: E ww' and E ww'ww'."""
-    d, cos = 5, 0.3
-    X, eye = torch.zeros(d, d, dtype=torch.float64), torch.eye(d, dtype=torch.float64)
-    X[0, 0] = 1.0
-    q, mean = torch.zeros(d, dtype=torch.float64), cos
-    q[0], q[1] = cos, math.sqrt(1 - cos ** 2)
-    for n in range(1, 6):
-        middle = (X + X.T + X.trace() * eye) / (5 * 7)      # E ww' X ww'; E w_1^2 w_2^2 = 1/(d (d+2))
-        X, mean = X - 2 * (X + X) / d + 4 * middle, mean * (1 - 2 / d)
-        first, second = theory.reflection_moments(n, d, cos)
-        assert close_to(first, mean) and close_to(second, q @ X @ q)
-
-
-def test_haar_tail_and_its_bounds():
-    for t in (0.0, 0.1, 0.5, 0.9, 0.99):
+    for t in (0.1, 0.5, 0.99):
         arc = math.acos(t)
         assert close_to(theory.haar_tail(t, 2), arc / math.pi)
-        assert close_to(theory.haar_tail(t, 3), (1 - t) / 2)
         assert close_to(theory.haar_tail(t, 4), (arc - t * math.sqrt(1 - t * t)) / math.pi)
-    for d in range(2, 130, 7):
-        for t in np.linspace(0.01, 0.98, 30):
-            exact = float(theory.haar_tail(t, d))
-            assert exact <= theory.haar_tail_bound(t, d) * (1 + 1e-9) and exact <= theory.levy_bound(t, d)
     assert abs(theory.haar_tail(0.5, 64) - 1.114e-5) < 1e-8
-    assert abs(theory.haar_tail_bound(0.5, 64) - 5.79e-5) < 1e-7
-    assert close_to(theory.levy_bound(0.5, 64), math.exp(-63 / 8))
-
-
-def test_bounds_for_pairs():
-    r = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    assert close_to(theory.pairs_tail(0.7, r), math.exp(-0.49 / (2 * 0.38)))
-    assert close_to(theory.pairs_tail(0.7, r, 0.5), math.exp(-0.49 / 0.38))
-    chi = torch.exp(-(0.8 * torch.arange(1, 40).double()) ** 2 / 2)[:, None].expand(-1, 3)
-    no_harmonics = theory.pairs_tail_finite(0.7, r, chi, 400)
-    assert close_to(no_harmonics, theory.pairs_tail(0.7, r, 0.5))
-    by_hand = 0.0
-    for m, b in itertools.product(range(2, 40), range(3)):
-        by_hand += float(chi[m - 1, b]) ** 2 * (0.7 / 0.38 * float(r[b])) ** m / math.factorial(m)
-    assert close_to(theory.pairs_tail_finite(0.7, r, chi, 2), math.exp(-0.49 / 0.38 + 2 * by_hand))
-
-
-def test_thresholds_of_far_logits():
-    lam_pairs = torch.full((32,), 0.25, dtype=torch.float64)
-    for far, cap in ((512, 0.525), (8192, 0.580), (65536, 0.616)):
-        threshold = theory.far_threshold_haar(far, 0.01, 64)
-        assert abs(threshold - cap) < 5e-4 and far * theory.haar_tail(threshold, 64) <= 0.01
-        threshold = theory.far_threshold_pairs(far, 0.01, lam_pairs, 0.5)
-        assert close_to(far * theory.pairs_tail(threshold, lam_pairs, 0.5), 0.01)
-    for far, delta, d in ((1, 0.4, 3), (2, 0.5, 5), (40, 0.2, 8)):          # by either form of the bound
-        assert close_to(far * theory.haar_tail_bound(theory.far_threshold_haar(far, delta, d), d), delta)
-    assert abs(theory.far_threshold_pairs(65536, 0.01, lam_pairs) / 8 - 0.99) < 0.01
-    raised = theory.far_threshold_pairs(9, 0.1, lam_pairs, mean=2.0)
-    assert close_to(raised - 2, theory.far_threshold_pairs(9, 0.1, lam_pairs))
-
-
-def test_far_mass():
-    logits = 3 * randn(200, 35)
-    rho, near, far = logits.softmax(-1)[:, 5:].sum(-1), logits[:, :5], logits[:, 5:]
-    assert close_to(theory.far_mass(30, 5), 30 / 35) and close_to(theory.far_mass(6, 2, math.log(3)), 0.5)
-    assert close_to(theory.near_coefficient(30, 5, 1.0), 1 - theory.far_mass(30, 5, 1.0))
-    assert (theory.far_mass(30, 5, near.amin(-1) - far.amax(-1)) >= rho).all()
-    assert (theory.far_mass(30, 5, 2 * logits.abs().amax(-1)) <= rho).all()
-    for lam, length in ((1, 537), (2, 3559), (3, 25884), (4, 190846)):
-        assert theory.forced_length(0.5, 64, lam) == length
-        assert theory.far_mass(length - 64, 64, 2 * lam) >= 0.5 > theory.far_mass(length - 65, 64, 2 * lam)
-    assert theory.forced_length(0.9, 8, 1.5) == 8 + math.ceil(9 * 8 * math.exp(3))
-
-
-def test_bias_bounds():
-    n = torch.arange(400, dtype=torch.float64)
-    for slope, near, lam in ((0.01, 7, 0.0), (0.1, 64, 3.0), (1.0, 1, 0.5)):
-        bound = theory.alibi_far_bound(near, slope, lam, 400)
-        assert close_to(bound, theory.bias_far_bound(-slope * n, near, lam))
-        assert close_to(bound, (torch.where(n < near, -lam, lam) - slope * n).softmax(0)[near:].sum())
-        forever = math.exp(2 * lam) / (math.exp(2 * lam) + math.exp(slope * near) - 1)
-        assert close_to(theory.alibi_far_bound(near, slope, lam), forever)
-        total = 1.7 * torch.exp(-slope * n[near:]).sum()
-        assert close_to(theory.biased_partition(1.7, slope, near, 400), total)
-    near = math.ceil(256 * math.log1p(math.exp(8) * 99))                    # as alibi_far_bound says
-    assert near == 3225
-    assert theory.alibi_far_bound(near, 1 / 256, 4) <= 0.01 < theory.alibi_far_bound(near - 1, 1 / 256, 4)
-
-
-def test_value_moments_by_double_sums():
-    alpha, chi = randn(40).softmax(0), 0.8 * complex(math.cos(0.5), math.sin(0.5))
-    terms = [float(alpha[j] * alpha[k]) * (chi ** abs(j - k)).real for j in range(40) for k in range(40)]
-    assert close_to(theory.value_moment(alpha, chi), sum(terms))
-    assert close_to(theory.value_moment(alpha, 0.8), theory.value_moment(alpha, 0.8 + 0j))
-    uniform = torch.full((2000,), 1 / 2000, dtype=torch.float64)            # Poisson's kernel
-    assert close_to(2000 * theory.value_moment(uniform, chi), (1 - 0.64) / abs(1 - chi) ** 2, 2e-3)
-    assert close_to(theory.value_gain(0.8), 9) and close_to(theory.value_gain(1 - 2 / 64), 63)
-    assert theory.value_gain(1.0) == math.inf
-    covariance = torch.diag(torch.tensor([2.0, 1.0], dtype=torch.float64))
-    assert close_to(theory.background_bound(alpha, 0.8, covariance), 9 * (alpha ** 2).sum() * 2)
-
-
-def test_far_output_within_a_fifth_of_a_simulation():
-    g, gain, ratios = torch.Generator().manual_seed(0), theory.value_gain(math.exp(-0.5 ** 2 / 2)), []
-    lam_pairs, c2 = torch.full((32,), 0.25), torch.ones(32)                 # d = 64, lam = 8
-    for _ in range(6):
-        phase = (0.5 * torch.randn(16384, 32, generator=g)).cumsum(0)[200:]
-        alpha = (lam_pairs * phase.cos()).sum(-1).softmax(0)
-        out, n_eff = (alpha[:, None] * torch.exp(1j * phase)).sum(0), 1 / (alpha ** 2).sum()
-        expected = theory.far_output(c2, theory.value_floor(lam_pairs), gain, n_eff)
-        ratios.append(float(expected / (out.abs() ** 2).sum()))
-    assert 0.8 < np.mean(ratios) < 1.25
+    for far, most in ((512, 0.525), (8192, 0.580), (65536, 0.616)):
+        assert abs(theory.far_threshold_haar(far, 0.01, 64) - most) < 5e-4
+    assert close_to(theory.far_mass(64 * math.exp(16), 64, 16), 0.5) and theory.value_gain(1.0) == math.inf
+    assert close_to(theory.value_gain(1 - 2 / 64), 63)
 
 
 # -----------------------------------------------------------------------------------------------------------
 # theory.py: measurements on attention whose answer is known
 
-def layer_of(T, H=2, d=8, transport=None, value_transport=None, key_bias=None, dtype=torch.float64):
+def layer_of(T, H=2, d=8, transport=None, value_transport=None, key_bias=None):
     """What a layer gives to `attend`, with values that share a background."""
-    q, k, v = (randn(1, H, T, d, seed=seed, dtype=dtype) for seed in range(3))
-    return theory.Layer(3 * q, k, v + 1, transport, value_transport, key_bias)
-
-
-def statistics(layer, rows, near):
-    return theory.far_statistics(theory.Layer(*layer), rows, near)
+    q, k, v = (randn(1, H, T, d, seed=seed) for seed in range(3))
+    return 3 * q, k, v + 1, transport, value_transport, key_bias
 
 
 def alibi_bias(T, H=2):
@@ -2783,10 +2642,13 @@ def dense_statistics(logits, carried, v, rows, near):
     }
 
 
-@pytest.mark.parametrize("kind", ["none", "rotation", "reflections", "path"])
-@pytest.mark.parametrize("values,biased", [(False, False), (True, False), (True, True), (False, True)])
-def test_statistics_equal_products_of_matrices(kind, values, biased):
-    T, H, near, rows = 130, 2, 20, torch.tensor([25, 63, 64, 100, 128, 129])
+@pytest.mark.parametrize("kind,values", [
+    ("none", False), ("rotation", False), ("rotation", True),
+    ("reflections", False), ("reflections", True), ("path", False)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_statistics_equal_products_of_matrices(kind, values, biased, monkeypatch):
+    monkeypatch.setattr(theory, "SEGMENT", 64)              # several, of which one has no query
+    T, H, near, rows = 130, 2, 20, torch.tensor([25, 63, 128, 129])
     w, steps = randn(1, H, T, 8, seed=5), 2 * randn(1, H, T, 4, seed=9)
     unit, beta = F.normalize(w, dim=-1), 2 * torch.sigmoid(randn(1, H, T, seed=6))
     eye = torch.eye(8, dtype=torch.float64).expand(1, H, T, 8, 8)
@@ -2796,14 +2658,12 @@ def test_statistics_equal_products_of_matrices(kind, values, biased):
         "reflections": (Reflections(w), reflection_matrices(w, exact_beta(w))),
         "path": (PathTransport(unit, beta), reflection_matrices(unit, beta)),
     }[kind]
-    if values and kind in ("none", "path"):
-        return                                              # these carry no values
     bias = alibi_bias(T) if biased else None
     layer = layer_of(T, H, 8, transport, transport if values else None, bias)
     q, k, v = (x[0] for x in layer[:3])
 
     logits, carried = torch.zeros(H, T, T).double(), v[:, None].repeat(1, T, 1, 1)
-    for i in range(T):
+    for i in rows.tolist():
         P = eye[0, :, 0]
         for j in range(i, -1, -1):                          # P = M_i ... M_{j+1}
             logits[:, i, j] = (q[:, i, None] @ P @ k[:, j, :, None])[:, 0, 0] / math.sqrt(8)
@@ -2813,39 +2673,25 @@ def test_statistics_equal_products_of_matrices(kind, values, biased):
     if biased:
         logits = logits + bias[0][:, None] - bias[0][..., None]
 
-    found = statistics(layer, rows, near)
+    found = theory.far_statistics(layer, rows, near)
     for key, value in dense_statistics(logits, carried, v, rows, near).items():
         assert close_to(found[key], value, 1e-10), key
+    lam = q[:, rows].norm(dim=-1) * k.norm(dim=-1).amax(-1)[:, None] / math.sqrt(8)
+    rise = alibi_slopes(2)[:, None] * rows if biased else 0                         # towards the query
+    assert close_to(found["worst_case"], theory.far_mass(rows + 1 - near, near, 2 * lam + rise))
     assert (found["worst_case"] <= found["far_mass"]).all() and (found["mean_far"] <= found["far_mass"]).all()
-    distance, buckets = rows[:, None] - torch.arange(T), found["logits"]
-    assert buckets[0, 0] == 0 and buckets[-1, 1] >= T and near in buckets[:, 0]
-    assert (buckets[1:, 0] == buckets[:-1, 1]).all()
-    for low, high, *values in buckets.tolist():
-        x = logits[:, rows][:, (distance >= low) & (distance < high)]
-        expected = (x.mean(), x.std(correction=0), x.max(), x.exp().mean(-1).log().mean())
-        assert close_to(values, torch.stack(expected), 1e-10)
 
 
 def test_statistics_in_float32_at_length():
     T, rows = 8192, torch.tensor([5000, 8191])
-    layer, carried = layer_of(T, 2, 64, key_bias=alibi_bias(T)), random_rotation(T, 2, 64)
-    wide = statistics((*layer[:3], carried, carried, layer[5]), rows, 64)
+    carried = random_rotation(T, 2, 64)
+    layer = layer_of(T, 2, 64, carried, carried, alibi_bias(T))
+    wide = theory.far_statistics(layer, rows, 64)
     q, k, v = (x.float() for x in layer[:3])
     carried = Rotation(carried.phase.float())
-    narrow = statistics((q, k, v, carried, carried, layer[5]), rows, 64)
-    for key in ("far_mass", "gap", "mean_far", "n_eff^-.5", "coherence", "expected", "floor"):
+    narrow = theory.far_statistics((q, k, v, carried, carried, layer[5]), rows, 64)
+    for key in ("far_mass", "gap", "mean_far", "n_eff^-.5", "coherence", "expected"):
         assert close_to(narrow[key].double(), wide[key], 2e-5), key
-
-
-def test_worst_case_is_the_theorems_bound():
-    rows, layer = torch.tensor([200, 255]), layer_of(256)
-    q, k = layer[0][0][:, rows], layer[1][0]
-    lam = q.norm(dim=-1) * k.norm(dim=-1).amax(-1)[:, None] / math.sqrt(8)
-    plain = statistics(layer, rows, 64)
-    biased = statistics((*layer[:5], alibi_bias(256)), rows, 64)
-    assert close_to(plain["worst_case"], theory.far_mass(rows + 1 - 64, 64, 2 * lam))
-    rise = alibi_slopes(2)[:, None] * rows                  # a bias that rises towards the query
-    assert close_to(biased["worst_case"], theory.far_mass(rows + 1 - 64, 64, 2 * lam + rise))
 
 
 def test_memory_is_linear_in_length():
@@ -2858,28 +2704,25 @@ def test_memory_is_linear_in_length():
                 self.numel = max(self.numel, x.numel() if isinstance(x, torch.Tensor) else 0)
             return out
 
-    for T in (8192, 32768):
+    for T in (16384, 32768):
         q = torch.randn(1, 1, T, 8)
         rotation, path = random_rotation(T, 1), PathTransport(F.normalize(q, dim=-1), torch.ones(1, 1, T))
         for transport, carried in ((rotation, rotation), (path, None)):
             with Largest() as mode:
                 layer = q, q, q, transport, carried, torch.zeros(1, 1, T)
-                statistics(layer, torch.arange(T - 64, T), 64)
-                theory.coherence(rotation.phase[0], 64)
+                theory.far_statistics(layer, torch.arange(T - 64, T), 64)
             assert mode.numel <= 64 * T + 64 ** 2           # Q x T, and UT chunks of 64 x T
 
 
 def test_identity_steps_stay_coherent():
     still, rows = Rotation(torch.full((1, 1, 1024, 4), 0.7).double()), torch.arange(900, 1024, 4)
-    assert all(close_to(theory.coherence(still.phase[0], n), 1.0, 1e-9) for n in (1, 8, 64))
-    assert theory.mixing_time(theory.coherence(still.phase[0], 1)[0], 0.1, torch.ones(4)) == math.inf
     q, k, v, *_ = layer_of(1024)
     for values in (None, still):                            # a constant value: coherent, and expected so
-        found = statistics((q, k, torch.ones_like(v), still, values, None), rows, 64)
+        found = theory.far_statistics((q, k, torch.ones_like(v), still, values, None), rows, 64)
         assert close_to(found["coherence"], 1.0, 1e-9) and close_to(found["expected"], 1.0, 1e-9)
-    plain = statistics((q, k, v, None, None, None), rows, 64)
-    turned = statistics((q, k, v, still, still, None), rows, 64)
-    for key in ("far_mass", "gap", "coherence", "n_eff^-.5", "logits"):
+    plain = theory.far_statistics((q, k, v, None, None, None), rows, 64)
+    turned = theory.far_statistics((q, k, v, still, still, None), rows, 64)
+    for key in ("far_mass", "gap", "coherence", "n_eff^-.5"):
         assert close_to(turned[key], plain[key], 1e-9), key
 
 
@@ -2888,30 +2731,25 @@ def test_haar_steps_are_as_the_theory_says():
     generator = torch.Generator().manual_seed(1)
     steps = 2 * math.pi * torch.rand(1, H, T, pairs, generator=generator, dtype=torch.float64)
     carried = Rotation(accumulate(steps, dtype=torch.float64))
-    r = theory.coherence(carried.phase[0], 1)
-    assert max(theory.coherence(carried.phase[0], n).max() for n in (1, 16, 1024)) < 5 / math.sqrt(T)
-    assert all(theory.mixing_time(r[h], 0.1, torch.full((pairs,), 0.3)) <= 2 for h in range(H))
-
+    assert theory.measured_r(carried.phase[0]).max() < 5 / math.sqrt(T)
     q, k, c = (randn(1, H, 1, 2 * pairs, seed=seed).expand(-1, -1, T, -1) for seed in range(3))
-    found = statistics((q, k, c, carried, carried, None), rows, 64)
-    lam_pairs = theory.pairs_of(q[0, :, 0]) * theory.pairs_of(k[0, :, 0]) / math.sqrt(2 * pairs)
-    assert close_to(found["energy"], lam_pairs, 1e-9)
-    _, _, mean, std, _, logmeanexp = found["logits"][-2]    # of both heads
-    variance = (lam_pairs ** 2).sum(-1).mean() / 2
-    assert abs(mean) < 5 * (variance / T).sqrt() and abs(std ** 2 / variance - 1) < 0.05
-    assert abs(logmeanexp - theory.far_partition(lam_pairs).log().mean()) < 0.05
+    layer = q, k, c, carried, carried, None
+    mixed = theory.mixing([layer], 512)
+    assert mixed["r"] < 5 / math.sqrt(T) and mixed["n_mix"] <= 2 and mixed["unmixed"] == 0
 
+    found = theory.far_statistics(layer, rows, 64)
+    lam_pairs = theory.pairs_of(q[0, :, 0]) * theory.pairs_of(k[0, :, 0]) / math.sqrt(2 * pairs)
     c_pairs = theory.pairs_of(c[0, :, 0])
     floor = (c_pairs * theory.value_floor(lam_pairs)).norm(dim=-1) / c_pairs.norm(dim=-1)
-    mean = {key: found[key].mean(-1) for key in ("floor", "coherence", "expected", "n_eff^-.5", "far_mass")}
-    assert close_to(mean["floor"] / floor, 1.0, 1e-4) and close_to(mean["coherence"] / floor, 1.0, 0.2)
+    mean = {key: x.mean(-1) for key, x in found.items()}
+    assert close_to(mean["coherence"] / floor, 1.0, 0.2)
     assert close_to(mean["expected"] / mean["coherence"], 1.0, 0.2)
     used = (torch.special.i0(lam_pairs) ** 2 / torch.special.i0(2 * lam_pairs)).prod(-1)    # n_eff / far
     far = (rows - 63).double().mean()
     assert close_to(mean["n_eff^-.5"] ** -2 / (used * far), 1.0, 0.1)
 
     short = [x[:, :, :512] for x in (q, k, c)] + [Rotation(carried.phase[:, :, :512]), None, None]
-    gap = statistics(short, torch.arange(256, 512, 8), 64)["gap"].mean(-1)
+    gap = theory.far_statistics(short, torch.arange(256, 512, 8), 64)["gap"].mean(-1)
     assert close_to(theory.far_mass(far, 64, gap), mean["far_mass"], 0.01)  # gap of 512 tokens, at 32,768
 
 
@@ -2919,29 +2757,22 @@ def test_values_with_angles_of_their_own_have_no_floor():
     T, rows = 16384, torch.arange(15000, 16384, 20)
     keys, values = random_rotation(T, 2, 32, seed=3), random_rotation(T, 2, 32, seed=4)
     q, k, c = (randn(1, 2, 1, 32, seed=s).expand(-1, -1, T, -1) for s in range(3))
-    found = statistics((q, k, c, keys, values, None), rows, 64)
-    shared = statistics((q, k, c, keys, keys, None), rows, 64)
-    assert not found["floor"].any()
+    found = theory.far_statistics((q, k, c, keys, values, None), rows, 64)
+    shared = theory.far_statistics((q, k, c, keys, keys, None), rows, 64)
     assert (found["coherence"].mean(-1) < 0.5 * shared["coherence"].mean(-1)).all()
     rms = [found[key].square().mean(-1).sqrt() for key in ("coherence", "expected")]
     assert ((rms[0] / rms[1] - 1).abs() < 0.35).all()
 
 
-def test_decoherence_of_gaussian_steps_and_of_sticky_ones():
+def test_measured_r_of_gaussian_steps():
     steps = 0.3 * torch.randn(1, 65536, 2, generator=torch.Generator().manual_seed(0))
-    sticky = steps.repeat_interleave(8, dim=1)[:, :65536]   # each step eight times: r as before, text slower
-    phase, slow = accumulate(steps, dtype=torch.float64), accumulate(sticky, dtype=torch.float64)
-    for n in (1, 4, 16):
-        assert close_to(theory.coherence(phase, n), math.exp(-0.045 * n), 0.03)
-    assert close_to(theory.coherence(phase, 1), math.exp(-0.045), 0.005)
-    assert close_to(theory.coherence(slow, 1), math.exp(-0.045), 0.01)
-    assert (theory.coherence(slow, 16) < math.exp(-0.045 * 16) - 0.2).all()
+    assert close_to(theory.measured_r(accumulate(steps, dtype=torch.float64)), math.exp(-0.045), 0.005)
 
 
 def test_alibi_alone_has_closed_forms():
     T, near, rows, m = 4096, 64, torch.tensor([3000, 4095]), alibi_slopes(2)[:, None]
     zero = torch.zeros(1, 2, T, 8)
-    found = statistics((zero, zero, zero + 1, None, None, alibi_bias(T)), rows, near)
+    found = theory.far_statistics((zero, zero, zero + 1, None, None, alibi_bias(T)), rows, near)
     length = rows + 1.0
     rho = (torch.exp(-m * near) - torch.exp(-m * length)) / (1 - torch.exp(-m * length))
     assert close_to(found["far_mass"] / rho, 1.0, 1e-9)
@@ -2950,8 +2781,6 @@ def test_alibi_alone_has_closed_forms():
     squares = first ** 2 * (1 - torch.exp(-2 * m * far)) / (1 - torch.exp(-2 * m))          # sum alpha^2
     assert close_to(found["n_eff^-.5"].double(), squares.sqrt(), 1e-5)
     assert close_to(found["coherence"].double(), 1.0, 1e-5)
-    for rho, slope in zip(found["far_mass"], alibi_slopes(2)):
-        assert (rho <= theory.alibi_far_bound(near, float(slope), 0.0) * (1 + 1e-9)).all()
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -2999,38 +2828,40 @@ def test_measuring_every_scheme(pos, theory_data, tmp_path, capsys):
     for x in result["far"]:
         assert 0 <= x["worst_case"] <= x["mean_far"] + 1e-6 <= x["far_mass"] + 2e-6 and x["far_mass"] <= 1
         assert 0 <= x["coherence"] <= 1 + 1e-5
-        assert abs(np.mean(x["heads"]) - x["far_mass"]) < 1e-6 and np.shape(x["heads"]) == (2, 2)
     first = result["far"][0]                                # there the prediction is an identity
     assert abs(first["predicted"] - first["far_mass"]) < 1e-6
-    assert [x["n"] for x in result["decoherence"]] == [1, 2, 4, 8, 16, 32, 64]
-    assert {x["context"] for x in result["logits"]} == {32, 64, 128, 256, 512}
-    assert all(x["std"] >= 0 for x in result["logits"])
-    for layer in result["steps"]:
-        r = np.array(layer["heads"]["r"], dtype=float)
-        assert r.shape == (2, 8) and np.shape(layer["heads"]["energy"]) == (2, 8)
-        if step_is(pos, transport.HiddenReflections, transport.PathSteps):          # no angles to measure
-            assert np.isnan(r).all() and layer["n_mix"] is layer["unmixed"] is None
-        elif SCHEMES[parse(pos)[0]].module in (None, transport.ConstantAngles):
-            assert np.abs(r - 1).max() < 1e-9 and layer["n_mix"] is None and abs(layer["unmixed"] - 1) < 1e-9
-            assert all(abs(x[key] - 1) < 1e-6 for x in result["decoherence"] for key in ("text", "r^n"))
-        else:
-            assert 0.5 < r.min() and r.max() < 1
+    if step_is(pos, transport.HiddenReflections, transport.PathSteps):              # no angles to measure
+        assert result["r"] is result["n_mix"] is result["unmixed"] is None and "r nan" in out
+    elif SCHEMES[parse(pos)[0]].module in (None, transport.ConstantAngles):
+        assert abs(result["r"] - 1) < 1e-9 and result["n_mix"] is None and abs(result["unmixed"] - 1) < 1e-9
+    else:
+        assert 0.5 < result["r"] < 1
 
 
-def test_gaps_of_a_table_are_weighted_by_token_frequency(theory_data, tmp_path):
+def test_a_tables_r_is_weighted_by_token_frequency(theory_data, tmp_path):
     tables = []
-    run = theory_run(tmp_path / "run", theory_data, "accum_qk",
+    run = theory_run(tmp_path / "run", theory_data, "accum_qk", n_layer=1, n_head=1, n_embd=2,
                      edit=lambda model: tables.append(model.transport.rotation.table.detach().double()))
     val = np.fromfile(theory_data / "val.bin", np.uint16)
     p = torch.from_numpy(np.bincount(val[1:512], minlength=64) / 511)       # the stretch but its first step
-    r = theory.chi_table(tables[0].view(64, 2, 8), p).abs()
-    r = (r ** 2 * (1 + 1 / 511) - 1 / 511).sqrt()
-    for layer in measured(run)["steps"]:
-        heads = layer["heads"]
-        assert close_to(heads["r"], r, 1e-5)
-        energy = torch.tensor(heads["energy"])
-        n_mix = [theory.mixing_time(r[h], theory.TOLERANCE, energy[h]) for h in range(2)]
-        assert heads["n_mix"] == n_mix and layer["n_mix"] == max(n_mix)
+    r = theory.chi_table(tables[0].view(64), p).abs()
+    assert close_to(measured(run)["r"], (r ** 2 * (1 + 1 / 511) - 1 / 511).sqrt(), 1e-5)
+
+
+def test_mixing_of_two_heads():
+    """r by energy, n_mix of the slowest head, energy of what has not mixed after the context."""
+    phase = torch.stack((0.5 * randn(4096, 2), 0 * randn(4096, 2)))         # the second head stands still
+    turn = Rotation(accumulate(phase, dtype=torch.float64)[None])
+    q, k, v, *_ = layer_of(4096, 2, 4)
+    q[:, 1] *= 1e-3                                                         # and has hardly any energy
+    energy = (theory.pairs_of(q[0]).mean(1) * theory.pairs_of(k[0]).mean(1) / 2)
+    r = theory.measured_r(turn.phase[0])
+    found = theory.mixing([(q, k, v, turn, None, None)], 32)
+    assert close_to(found["r"], (energy * r).sum() / energy.sum())
+    assert found["n_mix"] == theory.mixing_time(r[0], theory.TOLERANCE, energy[0]) > 1
+    assert found["unmixed"] == 0
+    lost = theory.mixing([(q, k, v, turn, None, None), (1e4 * q, k, v, None, None, None)], 32)
+    assert lost["n_mix"] == math.inf and abs(lost["unmixed"] - 1) < 1e-3
 
 
 def test_haar_tables_mix_and_still_tables_do_not(theory_data, tmp_path):
@@ -3042,9 +2873,8 @@ def test_haar_tables_mix_and_still_tables_do_not(theory_data, tmp_path):
     mixed = measured(theory_run(tmp_path / "mixed", theory_data, "accum_qkv", edit=mix))
     still = measured(theory_run(tmp_path / "still", theory_data, "accum_qkv", edit=stop))
     nope = measured(theory_run(tmp_path / "nope", theory_data, "nope"))
-    assert max(x["r"] for x in mixed["steps"]) < 0.5 and max(x["n_mix"] for x in mixed["steps"]) <= 8
-    assert mixed["steps"][0]["unmixed"] == 0
-    assert all(x["n_mix"] is None and x["unmixed"] > 1 - 1e-9 for x in still["steps"])
+    assert mixed["r"] < 0.5 and mixed["n_mix"] <= 8 and mixed["unmixed"] == 0
+    assert still["n_mix"] is None and still["unmixed"] > 1 - 1e-9
     for a, b in zip(still["far"], nope["far"]):
         for key in ("far_mass", "mean_far", "gap", "coherence", "n_eff^-.5"):
             assert abs(a[key] - b[key]) < 1e-5, key
@@ -3068,8 +2898,7 @@ def test_alibi_without_scores_is_known(theory_data, tmp_path):
     gap = ((1 - short) / short * (places - 8) / 8).log()    # frozen at 32 tokens; a bias does not fit it
     for x in result["far"]:
         rho, places = known(x["context"])
-        for layer in x["heads"]:
-            assert close_to(layer, rho.mean(1), 1e-5)
+        assert abs(x["far_mass"] - float(rho.mean())) < 1e-5
         assert abs(x["predicted"] - float(theory.far_mass(places - 8, 8, gap).mean())) < 1e-5
     assert x["predicted"] > 0.95 > 0.8 > x["far_mass"]
 
@@ -3119,45 +2948,37 @@ def test_plot_of_two_runs(theory_data, tmp_path, monkeypatch, capsys):
     assert {"rope", "path"} <= {text.get_text() for text in texts}
 
 
-def test_measuring_refuses_bad_input(theory_data, tmp_path, capsys, monkeypatch):
-    run = theory_run(tmp_path / "run", theory_data, "rope")
-
-    def refuses(*flags, words, run=run):
-        with pytest.raises(SystemExit) as status:
-            theory.main([str(run), *map(str, flags)])
-        refused((status.value.code, capsys.readouterr().err), *words)
-        assert not (run / "theory.json").exists()
-    refuses("--length", 31, words=["--length 31", "(32)"])
-    refuses("--length", 0, words=["--length 0"])
-    refuses("--length", 10 ** 6, words=["val.bin", "6,000", "1,000,000"])
-    refuses("--length", 64, "--stretches", 0, words=["--stretches"])
-    refuses("--length", "far", words=["far"])
-    refuses("--device", "tpu9", words=["tpu9"])
-    refuses(run=tmp_path / "nowhere", words=["nowhere", "ckpt.pt"])
-    refuses(run=theory_run(tmp_path / "lost", tmp_path / "no_data", "rope"), words=["no_data"])
-    small = theory_run(tmp_path / "small", theory_data, "rope", vocab_size=20)
-    refuses("--length", 64, run=small, words=["val.bin", "20"])
-    short = theory_run(tmp_path / "short", theory_data, "rope", block_size=8)
-    refuses("--length", 64, run=short, words=["(8)", "16"])
-    other = theory_run(tmp_path / "other", theory_data, "rope", encoding="gpt2")
-    refuses("--length", 64, run=other, words=["zipf", "gpt2", "encoding"])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refuses("--length", 64, "--plot", words=["pip install matplotlib"])
-
-
-@pytest.mark.parametrize("content", ["cut", "empty", "foreign", "other keys"])
-def test_measuring_a_damaged_checkpoint_is_one_line(content, theory_data, tmp_path, capsys):
-    run = theory_run(tmp_path / "run", theory_data, "rope")
-    saved = torch.load(run / "ckpt.pt")
-    if content == "cut":
-        (run / "ckpt.pt").write_bytes((run / "ckpt.pt").read_bytes()[:1000])
-    elif content == "empty":
-        (run / "ckpt.pt").write_bytes(b"")
-    else:
-        torch.save([1] if content == "foreign" else {"model": saved["model"]}, run / "ckpt.pt")
+@pytest.mark.parametrize("flags,config,ckpt,words", [
+    ("--length 31", {}, "good", ["--length 31", "(32)"]),
+    ("--length 0", {}, "good", ["--length 0"]),
+    ("--length 1000000", {}, "good", ["val.bin", "6,000", "1,000,000"]),
+    ("--stretches 0", {}, "good", ["--stretches"]),
+    ("--length far", {}, "good", ["far"]),
+    ("--device tpu9", {}, "good", ["tpu9"]),
+    ("--plot", {}, "good", ["pip install matplotlib"]),
+    ("", {"data": "no_data"}, "good", ["no_data"]),
+    ("", {"vocab_size": 20}, "good", ["val.bin", "20"]),
+    ("", {"block_size": 8}, "good", ["(8)", "16"]),
+    ("", {"encoding": "gpt2"}, "good", ["zipf", "gpt2"]),
+    ("", {}, None, ["run", "ckpt.pt"]),
+    ("", {}, b"", ["ckpt.pt", "not a"]),
+    ("", {}, b"PK cut", ["ckpt.pt", "not a"]),
+    ("", {}, [1], ["ckpt.pt", "not a"]),
+    ("", {}, {"model": {}}, ["ckpt.pt", "not a"])])
+def test_measuring_refuses_bad_input(flags, config, ckpt, words, theory_data, tmp_path, capsys, monkeypatch):
+    run = theory_run(tmp_path / "run", **{"data": theory_data, "pos": "rope"} | config)
+    if "--plot" in flags:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    if ckpt is None:
+        (run / "ckpt.pt").unlink()
+    elif isinstance(ckpt, bytes):
+        (run / "ckpt.pt").write_bytes(ckpt)
+    elif ckpt != "good":
+        torch.save(ckpt, run / "ckpt.pt")
     with pytest.raises(SystemExit) as status:
-        theory.main([str(run), "--length", "64"])
-    refused((status.value.code, capsys.readouterr().err), "ckpt.pt", "not a")
+        theory.main([str(run), "--length", "64", *flags.split()])
+    refused((status.value.code, capsys.readouterr().err), *words)
+    assert not (run / "theory.json").exists()
 
 
 # -----------------------------------------------------------------------------------------------------------

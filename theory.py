@@ -15,8 +15,8 @@ bounded by lam = |q||k|/sqrt(d), pair b adds lam_pairs = |q_b||k_b|/sqrt(d) to i
 """
 import argparse
 import math
+from bisect import bisect_left
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ import data
 from eval_extrapolate import Progress, check_runs, finite, pyplot
 from model import load_model
 from train import pick_device
-from transport import Rotation, in_chunks, rope_steps, rotate, ut_transform
+from transport import SEGMENT, TINY, Rotation, path_segment, rope_steps, rotate
 
 CHECKS = []   # (section, check) in the order of this file
 TABLE = {"section": "", "formula": ".5g", "": "", "simulated": ".5g", "+-": ".1g", "holds": "", "claim": ""}
@@ -76,7 +76,7 @@ def judge(claim, formula, relation, value, within=math.inf):
         ratio = mean / formula if relation == "<=" else formula / mean
         room = torch.minimum(room, within - ratio)
 
-    worst = (room / formula.abs().clamp(min=1e-30)).argmin()
+    worst = room.argmin()
     return {
         "formula": float(formula.flatten()[worst]),
         "": relation,
@@ -99,11 +99,6 @@ def uniform(g, *shape):
     return torch.rand(*shape, generator=g, dtype=torch.float64)
 
 
-def sphere(g, *shape):
-    """Uniform unit vectors in the last dimension."""
-    return F.normalize(normal(g, *shape), dim=-1)
-
-
 def walk(g, paths, length, pairs):
     """Phases (paths, length, pairs) of N(0, 1/4) angles, so that r = exp(-1/8), at distances from 120 on."""
     angles = 0.5 * normal(g, paths, length, pairs)
@@ -111,16 +106,9 @@ def walk(g, paths, length, pairs):
     return angles.cumsum(1)
 
 
-def reflected(g, x, n):
-    """Vectors x (N, d) after n reflections each, uniform w."""
-    for _ in range(n):
-        w = sphere(g, *x.shape)
-        x = x - 2 * (x * w).sum(-1, keepdim=True) * w
-    return x
-
-
 def mirror(w):
-    """Reflections I - 2 ww' of unit vectors: (..., d) -> (..., d, d)."""
+    """Reflections I - 2 ww'/|w|^2: (..., d) -> (..., d, d)."""
+    w = F.normalize(w, dim=-1)
     return eye(w.size(-1)) - 2 * w[..., :, None] * w[..., None, :]
 
 
@@ -136,20 +124,9 @@ def count(n):
     return torch.arange(1, n + 1, dtype=torch.float64)
 
 
-def zipf(n):
-    """Token frequencies proportional to 1/rank."""
-    weight = 1 / count(n)
-    return weight / weight.sum()
-
-
 def texts(tokens, length):
     """All texts of a length over a vocabulary: (tokens ** length, length) ids."""
     return torch.cartesian_prod(*[torch.arange(tokens)] * length)
-
-
-def circle(points):
-    """Evenly spaced angles: means over them are exact for trigonometric polynomials."""
-    return 2 * math.pi / points * count(points)
 
 
 def exp_i(angle):
@@ -173,65 +150,53 @@ def cumulative(steps):
 
 @check(1)
 def paths_factor(g):
-    steps = mirror(sphere(g, 12, 6))
+    steps = mirror(normal(g, 12, 6))
     C = cumulative(steps)
     path = steps[9] @ steps[8] @ steps[7]
     yield "M_i M_{i-1} ... M_{j+1} = C_i C_j', reflections", C[9] @ C[6].mT, "=", path
 
-    C = cumulative(0.25 * eye(4) + 0.75 * mirror(sphere(g, 9, 4)))
+    C = cumulative(0.25 * eye(6) + 0.75 * steps)
     error = (C[8] @ (C[3].inverse() - C[3].mT)).abs().max()
     yield "! not for I - beta ww', beta < 2: error of C_j'", 0.01, "<", error
 
 
 # -----------------------------------------------------------------------------------------------------------
-# 2. Spectral gap and mixing: E P = (E M)^n, so |E s| <= r^n |q||k|
+# 2. Spectral gap and mixing: E P = (E M)^n, so |E s| <= r^n |q||k|. Text is not iid: a run of one token never
+# mixes, and tokens that stick together mix later than r^n says
 
 def chi_table(angles, p):
     """chi of a table: angles (V, ...), token frequencies p (V,) -> complex (...)."""
     return torch.tensordot(p.to(torch.complex128), exp_i(angles), 1)
 
 
-@check(2)
-def phases_forget(g):
-    angles, p, text = normal(g, 6), zipf(6), texts(6, 4)
-    mean = p[text].prod(1) @ angles[text].sum(1).cos()
-    yield "E cos(phase) = Re chi^n, all texts of 4 tokens", (chi_table(angles, p) ** 4).real, "=", mean
-
-    still = chi_table(rope_steps(7, 64), zipf(7)).abs()
-    yield "! RoPE never mixes: r of a constant step", full(32, 1.0), "=", still
-
-    keep = f64([[0.99, 0.01], [0.01, 0.99]])                # a Markov chain of two tokens, angles +-1.25
-    sticky = torch.linalg.matrix_power(keep * exp_i([1.25, -1.25]), 40).sum().abs() / 2
-    yield "! text is not iid: coherence of a sticky chain, above r^n", math.cos(1.25) ** 40, "<", sticky
-
-
 def mixing_time(r, eps, weight=1.0):
     """n_mix: the smallest n with sum_b weight_b r_b^n <= eps; for one pair ln(1/eps) / ln(1/r), rounded up.
 
-    r and weight (pairs,) or numbers -> a number: inf at r = 1 (RoPE), nan if r is. Logits are right to eps
-    nats after n_mix(eps / lam) steps, not n_mix(eps).
+    r and weight (pairs,) or numbers -> a number: inf at r = 1 (RoPE). Logits are right to eps nats after
+    n_mix(eps / lam) steps, not n_mix(eps).
     """
-    def left(n):
-        return float((f64(weight) * f64(r) ** n).sum())
+    def mixed(n):
+        return bool((f64(weight) * f64(r) ** n).sum() <= eps)
 
-    low, high = -1, 2 ** 40
-    if not left(high) <= eps:
-        return math.inf if left(1) > 0 else math.nan
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left(middle) <= eps:
-            high = middle
-        else:
-            low = middle
-    return high
+    never = 2 ** 40
+    n = bisect_left(range(never), True, key=mixed)
+    return n if n < never else math.inf
 
 
 @check(2)
-def mixing_takes_logarithmic_time(g):
+def phases_forget(g):
+    angles, p = normal(g, 6), normal(g, 6).softmax(0)
+    text = texts(6, 4)
+    mean = p[text].prod(1) @ angles[text].sum(1).cos()
+    yield "E cos(phase) = Re chi^n, all texts of 4 tokens", (chi_table(angles, p) ** 4).real, "=", mean
+
+    still = chi_table(rope_steps(7, 64), full(7, 1 / 7)).abs()
+    yield "! RoPE never mixes: r of a constant step", full(32, 1.0), "=", still
+
     r, weight = 0.99 * uniform(g, 8), uniform(g, 8)
-    too_early = (weight * r ** count(5000)[:, None]).sum(1) > 0.01
-    first = too_early.sum() + 1
-    yield "n_mix: first n with sum_b weight_b r_b^n <= .01", mixing_time(r, 0.01, weight), "=", first
+    n = mixing_time(r, 0.01, weight)
+    left = (weight * r ** f64([[n], [n - 1]])).sum(1)
+    yield "n_mix: first n with sum_b weight_b r_b^n <= .01", (left - 0.01).sign(), "=", [-1, 1]
 
 
 def reflection_moments(n, d, cos):
@@ -240,55 +205,43 @@ def reflection_moments(n, d, cos):
     E M = (1 - 2/d) I, the largest gap of reflections of any law, since the trace of E ww' is 1. Symmetric
     traceless matrices shrink by (d-2)/(d+2) a step.
     """
-    first = (1 - 2 / d) ** n * cos
     shrink = (d - 2) / (d + 2)
-    second = 1 / d + shrink ** n * (cos ** 2 - 1 / d)
-    return first, second
+    return (1 - 2 / d) ** n * cos, 1 / d + shrink ** n * (cos ** 2 - 1 / d)
 
 
 @check(2)
 def reflections_mix(g):
-    x = reflected(g, eye(8)[0].expand(20000, 8), 6)
-    s = 0.6 * x[:, 0] + 0.8 * x[:, 1]
+    x = eye(8)[:, :1].expand(20000, 8, 1)
+    for _ in range(6):
+        x = mirror(normal(g, 20000, 8)) @ x
+    s = (f64([0.6, 0.8, 0, 0, 0, 0, 0, 0]) @ x)[:, 0]
     first, second = reflection_moments(6, 8, 0.6)
     yield "E s = (1 - 2/d)^n q.k, 6 reflections", first, "~", s
     yield "E s^2 = 1/d + ((d-2)/(d+2))^n ((q.k)^2 - 1/d)", second, "~", s ** 2
-
-    laws = F.normalize(torch.cat((uniform(g, 50, 8), torch.ones(1, 8))), p=1)
-    norms = (1 - 2 * laws).abs().amax(1)                    # w is one of 8 axes: E M = I - 2 diag(law)
-    least = reflection_moments(1, 8, 1.0)[0]
-    yield "||E M|| >= 1 - 2/d, any law of w; = if uniform", least, "=", norms.min()
 
 
 def torus_gap(angles, p):
     """rho_2: |E s^2 - limit| <= rho_2^n |q|^2 |k|^2, for a table of angles (V, pairs), frequencies p (V,).
 
     It is the largest |chi| of the angles 2 a_b and a_b +- a_b', b != b'. The limit is that of independent
-    uniform phases, sum_b |q_b|^2 |k_b|^2 / 2, not Haar's. r < 1 says nothing about squares: rho_2 may be 1.
+    uniform phases, sum_b |q_b|^2 |k_b|^2 / 2, not Haar's.
     """
     plus = chi_table(angles[:, :, None] + angles[:, None], p).abs()
     minus = chi_table(angles[:, :, None] - angles[:, None], p).abs()
     return max(plus.max(), (minus - 2 * eye(len(minus))).max())
 
 
-def second_moment(angles, p):
-    """E[M x M] (d^2, d^2) of the rotations by a table's angles."""
-    d = 2 * angles.size(1)
-    axes = eye(d)[None, :, None].expand(1, d, len(p), d)
-    turned = rotate(axes, angles[None, None])[0]            # (axis, token, d)
-    return torch.einsum("t,atc,bte->abce", p, turned, turned).reshape(d * d, d * d)
-
-
 @check(2)
 def squares_need_a_gap_of_their_own(g):
-    angles, p = normal(g, 6, 3), zipf(6)
-    mixed = second_moment(circle(5)[texts(5, 3)], full(125, 1 / 125))
-    norm = torch.linalg.matrix_norm(second_moment(angles, p) - mixed, 2)
-    yield "rho_2 = ||E[M x M] - that of mixed phases||", torus_gap(angles, p), "=", norm
+    angles, p = normal(g, 5, 3), normal(g, 5).softmax(0)
+    M = rotate(eye(6).expand(1, 5, 6, 6), angles[None, :, None].expand(1, 5, 6, 3))[0]
+    squares = torch.einsum("t,tab,tcd->acbd", p, M, M).reshape(36, 36)      # E[M x M]: d eigenvalues are 1
+    sizes = torch.linalg.eigvals(squares).abs().sort(descending=True)[0]
+    yield "rho_2: the next eigenvalue of E[M x M] after 1", torus_gap(angles, p), "=", sizes[6]
 
     flip = math.pi * f64([[0, 0], [1, 1]])
     yield "! E M = 0 is not enough: M = +-I has rho_2 = 1", torus_gap(flip, full(2, 0.5)), "=", 1
-    shared = normal(g, 6, 1).expand(6, 2)
+    shared = normal(g, 5, 1).expand(5, 2)
     yield "! nor r < 1 where pairs share one angle: rho_2 = 1", torus_gap(shared, p), "=", 1
 
 
@@ -296,29 +249,25 @@ def squares_need_a_gap_of_their_own(g):
 # 3. Concentration of s = q.Pk, |q| = |k| = 1
 
 def haar_tail(t, d):
-    """P(s >= t) for P Haar on O(d) or SO(d), d >= 2, 0 <= t <= 1, exact.
-
-    It is c int_{asin t}^{pi/2} cos^(d-2), c = Gamma(d/2) / (sqrt(pi) Gamma((d-1)/2)), here by Gauss-Legendre.
-    """
+    """P(s >= t) for P Haar on O(d) or SO(d), d >= 2, 0 <= t <= 1, exact: half the part of int cos^(d-2) over
+    0 ... pi/2 that comes from asin t on, by Gauss-Legendre."""
     x, weight = map(f64, np.polynomial.legendre.leggauss(60))
-    low = math.asin(t)
-    half = (math.pi / 2 - low) / 2
-    log_c = math.lgamma(d / 2) - math.lgamma((d - 1) / 2) - math.log(math.pi) / 2
-    angle = low + half * (x + 1)
-    return math.exp(log_c) * half * (weight * angle.cos() ** (d - 2)).sum()
+
+    def integral(low):
+        half = (math.pi / 2 - low) / 2
+        angle = low + half * (x + 1)
+        return half * (weight * angle.cos() ** (d - 2)).sum()
+    return 0.5 * integral(math.asin(t)) / integral(0.0)
 
 
 def haar_tail_bound(t, d):
-    """P(s >= t) <= 1/2 min((1 - t^2)^((d-1)/2), e^(-d t^2/2)), from a cap and E e^(as) <= e^(a^2/2d)."""
-    cap = (1 - t * t) ** ((d - 1) / 2)
-    return 0.5 * min(cap, math.exp(-d * t * t / 2))
+    """P(s >= t) <= 1/2 (1 - t^2)^((d-1)/2) <= 1/2 e^(-(d-1) t^2/2), from the area of a cap."""
+    return 0.5 * (1 - t * t) ** ((d - 1) / 2)
 
 
 def levy_bound(t, d):
     """Levy's lemma (quoted): P(f >= E f + t) <= e^(-(d-1) t^2/2), f on the unit sphere, Lipschitz constant 1.
-
-    It does not use that s is linear: valid, but far from sharp. On SO(d) the exponent would be (d-2) t^2/8.
-    """
+    It does not use that s is linear: valid, but far from sharp."""
     return math.exp(-(d - 1) * t * t / 2)
 
 
@@ -326,66 +275,29 @@ def levy_bound(t, d):
 def haar_steps_concentrate(g):
     t = np.linspace(0, 0.999, 20)
     yield "P(s >= t) = (1 - t)/2, d = 3 (Archimedes)", f64([haar_tail(x, 3) for x in t]), "=", (1 - t) / 2
-    yield "P(s >= .3), d = 16", haar_tail(0.3, 16), "~", sphere(g, 20000, 16)[:, 0] >= 0.3
-
-    cases = [(x, d) for x in t[1:] for d in (2, 3, 4, 5, 8)]
-    tails = (haar_tail, haar_tail_bound, levy_bound)
-    exact, bound, levy = (f64([tail(*case) for case in cases]) for tail in tails)
-    yield "P(s >= t) <= 1/2 min((1-t^2)^((d-1)/2), e^(-dt^2/2)), d <= 8", bound, ">=", exact, 3.5
-    yield "... nearly sharp: d = 2, t = .7", haar_tail_bound(0.7, 2), ">=", haar_tail(0.7, 2), 1.22
-    yield "Levy's lemma: P(s >= t) <= e^(-(d-1)t^2/2)", levy, ">=", exact
-
-    tail, bound, levy = (tail(0.5, 64) for tail in tails)
-    yield "... d = 64, t = .5: 5.2 times too large", bound, ">=", tail, 5.3
-    yield "! Levy's: 34 times too large", levy, ">=", tail, 35
+    cases = [(x, d) for x in t for d in (2, 3, 4, 5, 8)]
+    exact, bound = (f64([tail(*case) for case in cases]) for tail in (haar_tail, haar_tail_bound))
+    yield "P(s >= t) <= 1/2 (1-t^2)^((d-1)/2), d <= 8", bound, ">=", exact, 3.5
+    exact = haar_tail(0.5, 64)
+    yield "... d = 64, t = .5: 5.2 times too large", haar_tail_bound(0.5, 64), ">=", exact, 5.3
+    yield "! Levy's lemma, e^(-(d-1)t^2/2): 34 times too large", levy_bound(0.5, 64), ">=", exact, 35
 
 
-def pairs_tail(t, r, proxy=1.0):
-    """P(S >= mean + t) <= e^(-t^2/(2 proxy R)): S = sum_b r_b cos(phase_b), independent pairs, R = sum r_b^2.
+def pairs_tail(t, r):
+    """P(S >= mean + t) <= e^(-t^2/2R): S = sum_b r_b cos(phase_b), independent pairs, R = sum r_b^2.
 
-    proxy 1: any law, any number of steps, mean = sum r_b |chi_b|^n (Hoeffding). proxy 1/2: uniform phases,
-    mean 0, by I_0(x) <= e^(x^2/4). Energy must be spread over the pairs: d is replaced by 2 (sum r_b)^2 / R.
+    Any law, any number of steps, mean = sum r_b |chi_b|^n (Hoeffding). For uniform phases the exponent is
+    twice that, by I_0(x) <= e^(x^2/4). Energy must be spread: d is replaced by 2 (sum r_b)^2 / R.
     """
-    return torch.exp(-t * t / (2 * proxy * (r ** 2).sum()))
-
-
-def pairs_tail_finite(t, r, chi, n):
-    """Proxy 1/2 after n steps takes harmonics chi_b(m) = |E exp(i m angle)|, m = 1, 2, ..., (orders, pairs):
-
-        P(S >= sum r_b chi_b(1)^n + t) <= exp(-t^2/R + 2 sum_b sum_{m>=2} chi_b(m)^n (t r_b/R)^m / m!),
-
-    by I_m(x)/I_0(x) <= (x/2)^m / m!.
-    """
-    R = (r ** 2).sum()
-    order = count(len(chi))[1:, None]
-    factorial = torch.exp(torch.lgamma(order + 1))
-    harmonics = chi[1:] ** n * (t * r / R) ** order / factorial
-    return torch.exp(-t * t / R + 2 * harmonics.sum())
-
-
-def cramer_rate(t, chi):
-    """-log P(S >= t pairs) / pairs for many pairs with r_b = 1 (Cramer): max_a (a t - log E e^(a cos))."""
-    x, a = circle(256), 0.002 * count(1000)
-    waves = (count(len(chi))[:, None] * x).cos()
-    density = (1 + 2 * chi @ waves) / 256
-    mgf = torch.exp(a[:, None] * x.cos()) @ density
-    return (a * t - mgf.log()).max()
+    return torch.exp(-t * t / (2 * (r ** 2).sum()))
 
 
 @check(3)
 def independent_pairs_concentrate(g):
-    one, even = full(1, 1.0), count(60) % 2 == 0            # rows compare exponents, -log P / pairs
-    rate = cramer_rate(0.2, even * 0.995 ** count(60) ** 2)      # angles 0 and pi, a little blurred
-    hoeffding, mixed = -pairs_tail(0.2, one).log(), -pairs_tail(0.2, one, 0.5).log()
-    yield "P(S >= mean + t) <= e^(-t^2/2R), any law: exponent", hoeffding, "<=", rate, 1.02
-    yield "! not e^(-t^2/R): angles 0 and pi have harmonics", rate, "<", mixed
-
-    rate = cramer_rate(0.2, full(1, 0.0))
-    yield "P(S >= t) <= e^(-t^2/R), uniform phases: exponent", mixed, "<=", rate, 1.02
-
-    chi = even * 0.8 ** count(60)
-    bound = -pairs_tail_finite(0.2, one, chi[:, None], 3).log()
-    yield "... with harmonics, after 3 steps: exponent", bound, "<=", cramer_rate(0.2, chi ** 3), 1.1
+    exponent = -pairs_tail(0.2, full(1, 1.0)).log()         # -log P / pairs, for angles 0 and pi by Cramer
+    exact = (1.2 * math.log(1.2) + 0.8 * math.log(0.8)) / 2
+    yield "P(S >= mean + t) <= e^(-t^2/2R), any law: exponent", exponent, "<=", exact, 1.02
+    yield "! not e^(-t^2/R) for all: angles 0 and pi", exact, "<", 2 * exponent
 
     alone = math.acos(0.8) / math.pi
     yield "! energy in one pair, or one angle for all: P(s >= .8)", haar_tail_bound(0.8, 64), "<", alone
@@ -402,63 +314,45 @@ def route_bound(steps):
     return torch.linalg.matrix_norm(steps - eye(steps.size(-1)), 2).sum()
 
 
+def far_threshold_haar(far, delta, d):
+    """All `far` logits are <= lam times this with probability 1 - delta: union bound over haar_tail_bound.
+
+    It grows with their number: no gap has high probability at every length. What does not depend on the
+    length is an expectation, far_partition.
+    """
+    return math.sqrt(1 - (2 * delta / far) ** (2 / (d - 1)))
+
+
+def far_threshold_pairs(far, delta, lam_pairs, mean=0.0):
+    """All `far` logits are <= this with probability 1 - delta: union bound over pairs_tail."""
+    return mean + math.sqrt(2 * (lam_pairs ** 2).sum() * math.log(far / delta))
+
+
 @check(4)
-def near_scores_stay_high(g):
+def near_scores_stay_above_far_ones(g):
     turn = torch.linalg.matrix_exp(f64([[0, -0.02], [0.02, 0]]))
     bound = route_bound(turn.expand(8, 2, 2))               # q and k at a right angle: s = sin(8 * .02)
     yield "|q.Pk - q.k| <= sum ||M_t - I|| |q||k|, 8 small turns", bound, ">=", math.sin(0.16), 1.01
-    yield "! a reflection is not near I", route_bound(mirror(sphere(g, 1, 8))), "=", 2
-    s = reflected(g, eye(64)[0].expand(2000, 64), 4)[:, 0]
-    yield "but E s = (1 - 2/d)^n q.k: 4 of them, d = 64", reflection_moments(4, 64, 1.0)[0], "~", s
 
-
-def far_weight_bound(gap):
-    """A far token's weight is at most this times a near one's if near logits exceed far ones by the gap."""
-    return math.exp(-gap)
-
-
-def far_threshold_haar(far, delta, d):
-    """All `far` logits are <= lam times this with probability 1 - delta: union bound over haar_tail_bound."""
-    from_exponent = 2 * math.log(far / (2 * delta)) / d
-    from_cap = 1 - (2 * delta / far) ** (2 / (d - 1))
-    return math.sqrt(min(from_exponent, from_cap))
-
-
-def far_threshold_pairs(far, delta, lam_pairs, proxy=1.0, mean=0.0):
-    """All `far` logits are <= this with probability 1 - delta: union bound over pairs_tail.
-
-    It grows with the log of their number: no gap has high probability at every length. What does not depend
-    on the length is an expectation, far_partition.
-    """
-    variance = proxy * (lam_pairs ** 2).sum()
-    return mean + math.sqrt(2 * variance * math.log(far / delta))
-
-
-@check(4)
-def far_scores_stay_low(g):
     logits = normal(g, 12)
-    gap = float(logits[:4].min() - logits[4:].max())
+    gap = logits[:4].min() - logits[4:].max()
     weights = logits.softmax(0)
     ratio = weights[4:].max() / weights[:4].min()
-    yield "far weight <= e^-gap near weight", far_weight_bound(gap), "=", ratio
+    yield "far weight <= e^-gap near weight", (-gap).exp(), "=", ratio
 
-    cases = [(1, 0.4, 3), (65536, 0.1, 64)]                 # either form of the bound
-    union = [far * haar_tail_bound(far_threshold_haar(far, delta, d), d) for far, delta, d in cases]
-    yield "P(a far logit > threshold) <= delta, haar_tail_bound", f64(cases)[:, 1], "=", union
+    union = 65536 * haar_tail_bound(far_threshold_haar(65536, 0.1, 64), 64)
+    yield "P(a far logit > threshold) <= delta, haar_tail_bound", 0.1, "=", union
     above = 1 - (1 - haar_tail(far_threshold_haar(100, 0.05, 8), 8)) ** 4096        # independent tokens
     yield "! threshold of 100 tokens at 4,096: no gap for all lengths", 0.05, "<", above
-
     lam_pairs = uniform(g, 8)
-    threshold = far_threshold_pairs(4096, 0.05, lam_pairs, 0.7, 0.3)
-    union = 4096 * pairs_tail(threshold - 0.3, lam_pairs, 0.7)
+    union = 4096 * pairs_tail(far_threshold_pairs(4096, 0.05, lam_pairs, 0.3) - 0.3, lam_pairs)
     yield "P(a far logit > threshold) <= delta, pairs_tail", 0.05, "=", union
 
 
 def far_partition(lam_pairs):
     """Phi = E e^logit of a far token = prod_b I_0(lam_b) <= e^(sum lam_b^2 / 4) at any length, phases mixed.
 
-    It pins the far mass between E rho <= far Phi / (far Phi + Z_near), Z_near the sum of e^logit over near
-    tokens, and rho >= far e^mean / (far e^mean + Z_near) (Jensen), where the mean far logit is about 0.
+    It pins the far mass: E rho <= far Phi / (far Phi + Z_near), Z_near the sum of e^logit over near tokens.
     """
     return torch.special.i0(lam_pairs).prod(-1)
 
@@ -466,7 +360,8 @@ def far_partition(lam_pairs):
 @check(4)
 def far_mass_is_pinned(g):
     lam_pairs = f64([0.3, 1.0, 3.0])
-    mean = (lam_pairs[:, None] * circle(64).cos()).exp().mean(1).prod()
+    x = (math.pi / 32 * count(64)).cos()
+    mean = (lam_pairs[:, None] * x).exp().mean(1).prod()
     yield "E e^logit = Phi = prod_b I_0(lam_b) (quadrature)", far_partition(lam_pairs), "=", mean
 
     lam_pairs, far, Z_near = full(32, 0.25), 2048, 4 * math.exp(6)      # d = 64, lam = 8
@@ -475,8 +370,6 @@ def far_mass_is_pinned(g):
     logits = (lam_pairs * walk(g, 30, far, 32).cos()).sum(-1)
     rho = far_mass(logits.exp().sum(-1), Z_near)
     yield "E rho <= far Phi / (far Phi + Z_near)", far_mass(far * Phi, Z_near), ">=", rho, 1.05
-    bound = far_mass(far * logits.mean(-1).exp(), Z_near)
-    yield "rho >= far e^mean / (far e^mean + Z_near)", bound, "<=", rho, 1.4
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -488,28 +381,15 @@ def far_mass(far, near, gap=0.0):
         Delta_eff = logmeanexp(near logits) - logmeanexp(far logits),
 
     so a lower bound for 2 lam (equality: near +lam, far -lam) or, sharper, for max near - mean far (Jensen).
-    The theory says that Delta_eff does not depend on the length: then one length predicts all.
+    The theory says that Delta_eff does not depend on the length: then one length predicts all. The near
+    coefficient 1 - rho, the weight of the near tokens' output, goes to 0 for any gap, values carried or not.
     """
     return torch.sigmoid(torch.log(f64(far) / f64(near)) - f64(gap))
 
 
-def near_coefficient(far, near, gap):
-    """1 - rho, which multiplies the near tokens' output: about near e^gap / far, it goes to 0 for any gap.
-
-    For 2 lam it is an upper bound, whatever the rotations; carrying values does not change it.
-    """
-    return far_mass(near, far, -f64(gap))
-
-
-def forced_length(mass, near, lam):
-    """Length from which rho >= mass whatever the rotations. At lam = 8 it is far beyond any context."""
-    far = mass / (1 - mass) * near * math.exp(2 * lam)
-    return near + math.ceil(far)
-
-
 @check(5)
 def attention_drifts_to_far_tokens(g):
-    logits = 4 * uniform(g, 500, 1) * (2 * uniform(g, 500, 58) - 1)
+    logits = 2 * normal(g, 500, 58)
     near, far = logits[:, :8], logits[:, 8:]
     rho = logits.softmax(-1)[:, 8:].sum(-1)
     effective = near.exp().mean(-1).log() - far.exp().mean(-1).log()
@@ -518,60 +398,48 @@ def attention_drifts_to_far_tokens(g):
 
     weights = torch.cat((full(64, 8.0), full(65472, -8.0))).softmax(0)
     yield "rho >= that with 2 lam; = for near +8, far -8", far_mass(65472, 64, 16), "=", weights[64:].sum()
-    yield "1 - rho <= the near coefficient of 2 lam", near_coefficient(65472, 64, 16), "=", weights[:64].sum()
-    left = near_coefficient(1e9, 64, 4)
-    yield "! it goes to 0, as near e^gap/far: far = 1e9, gap 4", 64e-9 * math.exp(4), ">=", left, 1.001
-
-    far = forced_length(0.9, 64, 2) - 64
-    forced = far_mass(f64([far, far - 1]), 64, 4) - 0.9
-    yield "rho >= .9 is forced from here on, not one token before", forced.sign(), "=", [1, -1]
-    yield "! lam = 8 forces 1/2 only far beyond 65,536", 65536, "<", forced_length(0.5, 64, 8)
+    left = 1 - far_mass(1e9, 64, 4)
+    yield "! 1 - rho goes to 0, as near e^gap/far: far = 1e9, gap 4", 64e-9 * math.exp(4), ">=", left, 1.001
+    yield "! lam = 8 forces 1/2 only far beyond 65,536: 5.6e8 tokens", far_mass(5.6e8, 64, 16), "<", 0.5
 
 
 # -----------------------------------------------------------------------------------------------------------
 # 6. Distance bias: logits s + bias(n), |s| <= lam; near tokens have n < near, far ones near <= n < length
 
-def alibi_far_bound(near, slope, lam, length=math.inf):
-    """ALiBi: rho <= R / (1 + R), R = e^(2 lam) (e^(-slope near) - e^(-slope length)) / (1 - e^(-slope near)).
-
-    Tight; the same for forget gates with log f_t <= -slope at every token (Forgetting Transformer). rho <= f
-    at every length for near = ln(1 + e^(2 lam) (1 - f)/f) / slope.
-    """
-    far = math.exp(-slope * near) - math.exp(-slope * length)
-    R = math.exp(2 * lam) * far / -math.expm1(-slope * near)
-    return R / (1 + R)
-
-
 def bias_far_bound(bias, near, lam):
     """Any bias (length,): rho <= R / (1 + R), R = e^(2 lam) sum_far e^bias / sum_near e^bias; tight.
 
     It stays below 1 at every length iff sum e^bias converges: not for -ln n, nor where it saturates (T5).
+    Forget gates with log f_t <= -slope at every token hold at least as much as ALiBi.
     """
-    log_far, log_near = bias[near:].logsumexp(0), bias[:near].logsumexp(0)
-    return torch.sigmoid(2 * lam + log_far - log_near)
+    gap = bias[:near].logsumexp(0) - bias[near:].logsumexp(0)
+    return torch.sigmoid(2 * lam - gap)
+
+
+def biased_partition(lam_pairs, slope, near, length=math.inf):
+    """E Z_far of mixed rotations with ALiBi, Phi sum_far e^(-slope n): finite at any length.
+
+    So E rho <= E Z_far / (E Z_far + Z_near) holds with no log of the length. A rotation leaves the bound
+    above as it is, since |s| <= lam either way.
+    """
+    far = math.exp(-slope * near) - math.exp(-slope * length)
+    return far_partition(lam_pairs) * far / -math.expm1(-slope)
 
 
 @check(6)
 def a_distance_bias_holds_attention(g):
     n, bias = count(300) - 1, normal(g, 300)
-    worst = torch.where(n < 20, full(300, -2.0), full(300, 2.0))
+    worst = torch.where(n < 20, -2.0, 2.0)
     rho = (worst + bias).softmax(0)[20:].sum()
     yield "any bias: rho <= R/(1+R); = for far +lam, near -lam", bias_far_bound(bias, 20, 2.0), "=", rho
 
-    alibi = alibi_far_bound(20, 0.05, 2.0, 300)
-    yield "ALiBi: the same in closed form", alibi, "=", bias_far_bound(-0.05 * n, 20, 2.0)
-    forget = (1 - 0.001 * uniform(g, 300)).log().cumsum(0) - 0.05 * n
-    yield "forget gates f <= e^-slope: no more than that", alibi, ">=", bias_far_bound(forget, 20, 2.0), 1.1
-    near = math.log1p(math.exp(8) * 99) * 256
-    yield "rho <= .01 for near = ln(1 + 99 e^(2 lam))/slope", alibi_far_bound(near, 1 / 256, 4), "=", 0.01
-
-    n = count(10 ** 6)
-    harmonic = (1 / n).cumsum(0)
-    left = 1 - bias_far_bound(-n.log(), 64, 0)
-    yield "! bias -ln(1+n): near mass H_64/H_n goes to 0", left, "=", harmonic[63] / harmonic[-1]
-    limit = 1 - (n[:64] ** -2).sum() * 6 / math.pi ** 2
-    rho = bias_far_bound(-2 * n.log(), 64, 0)
-    yield "bias -2 ln(1+n): rho beyond 64 stays below this", limit, ">=", rho, 1.001
+    closed = 1 / (1 + math.exp(-4) * math.expm1(0.05 * 20))
+    rho = bias_far_bound(-0.05 * n, 20, 2.0)
+    yield "ALiBi: rho <= 1/(1 + e^(-2 lam) (e^(slope near) - 1))", closed, ">=", rho, 1.01
+    lam_pairs = uniform(g, 8)
+    Z_far = (far_partition(lam_pairs) * (-0.05 * n[20:]).exp()).sum()
+    formula = biased_partition(lam_pairs, 0.05, 20, 300)
+    yield "rotation and ALiBi: E Z_far = Phi sum e^(-slope n)", formula, "=", Z_far
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -600,13 +468,6 @@ def background_bound(alpha, r, covariance):
 
 @check(7)
 def carried_values_decohere(g):
-    angles, p, text = normal(g, 3), zipf(3), texts(3, 4)
-    phase = F.pad(angles[text].cumsum(1), (1, 0))           # of 5 tokens, 4 steps
-    alpha = normal(g, 5).softmax(0)
-    square = (alpha * exp_i(phase)).sum(1).abs() ** 2
-    moment = value_moment(alpha, chi_table(angles, p))
-    yield "E |sum alpha P c|^2, all texts of 5 tokens", moment, "=", p[text].prod(1) @ square
-
     mirrors = mirror(torch.cat((eye(3), torch.linalg.qr(normal(g, 3, 3)).Q)))       # E M = (1 - 2/3) I
     alpha, carried = full(5, 0.2), 0.2 * eye(3)
     for token in texts(6, 4).T:
@@ -617,11 +478,6 @@ def carried_values_decohere(g):
     norm = torch.linalg.matrix_norm((carried @ shared @ carried.mT).mean(0), 2)
     bound = background_bound(alpha, 1 / 3, shared)
     yield "background N(0, S): ||cov|| <= kappa sum alpha^2 ||S||", bound, ">=", norm, 1.35
-
-    n = count(400)
-    correlation = 0.8 ** (n[:, None] - n).abs()
-    largest = torch.linalg.eigvalsh(correlation)[-1]
-    yield "E |sum alpha P c|^2 <= kappa sum alpha^2, worst alpha", value_gain(0.8), ">=", largest, 1.01
 
     dirichlet = (math.sin(200) / math.sin(1) / 200) ** 2
     moment = value_moment(full(200, 1 / 200), exp_i(2))
@@ -647,7 +503,8 @@ def far_output(c2, coherent, gain, n_eff, noise=0.0):
 
 @check(7)
 def what_is_left_of_far_output(g):
-    lam_pairs, x = f64([0.3, 1.0, 3.0]), circle(64).cos()
+    lam_pairs = f64([0.3, 1.0, 3.0])
+    x = (math.pi / 32 * count(64)).cos()
     weight = (lam_pairs[:, None] * x).exp()
     left = (weight * x).mean(1) / weight.mean(1)
     yield "coherence left: I_1/I_0(lam_b) (quadrature)", value_floor(lam_pairs), "=", left
@@ -666,36 +523,9 @@ def what_is_left_of_far_output(g):
     alpha = (lam_pairs * phase.cos()).sum(-1).softmax(1)
     output = exp_i(phase.mT) @ (alpha + 0j)[..., None]
     square = (output.abs() ** 2).sum((1, 2))
-    n_eff, gain = 1 / (alpha ** 2).sum(1), value_gain(math.exp(-1 / 8))
-    formula = far_output(full(8, 1.0), value_floor(lam_pairs), gain, n_eff).mean()
-    yield "the keys' angles: |c|^2 (floor^2 + kappa/n_eff), or less", formula, ">=", square, 1.35
-    formula = far_output(full(8, 1.0), 0.0, gain, n_eff).mean()
-    yield "! kappa/n_eff alone is no bound", formula, "<", square
-
-
-# -----------------------------------------------------------------------------------------------------------
-# 8. Rotation and distance bias together: section 6 as it stands (|s| <= lam either way), section 4 improved
-
-def biased_partition(Phi, slope, near, length):
-    """E Z_far = Phi (e^(-slope near) - e^(-slope length)) / (1 - e^-slope), finite at any length.
-
-    E rho <= E Z_far / (E Z_far + Z_near) as before, with no log of the length.
-    """
-    far = math.exp(-slope * near) - math.exp(-slope * length)
-    return Phi * far / -math.expm1(-slope)
-
-
-@check(8)
-def rotation_with_a_bias(g):
-    lam_pairs, distance = full(32, 0.25), count(1024)[64:] - 1
-    Phi = far_partition(lam_pairs)
-    Z_far = biased_partition(Phi, 0.02, 64, 1024)
-    total = (Phi * (-0.02 * distance).exp()).sum()
-    yield "E Z_far = Phi sum e^(-slope n), near <= n < length", Z_far, "=", total
-
-    logits = (lam_pairs * walk(g, 50, 960, 32).cos()).sum(-1) - 0.02 * distance
-    rho = far_mass(logits.exp().sum(-1), 40)
-    yield "E rho <= E Z_far/(E Z_far + Z_near)", far_mass(Z_far, 40), ">=", rho, 1.25
+    n_eff = 1 / (alpha ** 2).sum(1)
+    formula = far_output(full(8, 1.0), value_floor(lam_pairs), value_gain(math.exp(-1 / 8)), n_eff).mean()
+    yield "! the keys' angles: a floor, |c|^2 (floor^2 + kappa/n_eff)", formula, ">=", square, 1.35
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -703,38 +533,18 @@ def rotation_with_a_bias(g):
 
 QUERIES = 32      # measured per head and stretch of text
 TOLERANCE = 0.1   # nats: phases have mixed when the mean logit is this close to its limit
-STEPS = {"layer": "", "r": ".3f", "lam": ".2f", "n_mix": ",", "unmixed": ".2f"}
-COHERENCE = {"n": ",", "text": ".3f", "r^n": ".3f"}
-LOGITS = {"from": ",.0f", "below": ",.0f", "mean": ".2f", "std": ".2f", "max": ".2f", "logmeanexp": ".2f"}
 FAR = {"far_mass": ".4f", "predicted": ".4f", "mean_far": ".4f", "worst_case": ".1e", "gap": ".2f",
-       "coherence": ".3f", "expected": ".3f", "floor": ".3f", "n_eff^-.5": ".3f"}
-
-
-class Layer(NamedTuple):
-    """What `attend` takes: q, k, v (1, H, T, d), two transports or None, key bias (1, H, T) or None."""
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    transport: object
-    value_transport: object
-    key_bias: torch.Tensor
+       "coherence": ".3f", "expected": ".3f", "n_eff^-.5": ".3f"}
 
 
 def layer_inputs(model, idx):
-    """Walk the layers on token ids (1, T), and yield the Layer of each."""
+    """What `attend` takes in each layer, on token ids (1, T): q, k, v (1, H, T, d), two transports or None,
+    key bias (1, H, T) or None."""
     x = model.wte(idx)
     shared = model.transport(idx, x)
     for block in model.h:
-        yield Layer(*block.attn.inputs(block.ln_1(x), idx, shared))
+        yield block.attn.inputs(block.ln_1(x), idx, shared)
         x = block(x, idx, shared)
-
-
-def phases_of(layer):
-    """Phases (H|1, T, pairs) that a layer attends with; not a number where its steps are not rotations."""
-    if isinstance(layer.transport, Rotation):
-        return layer.transport.phase[0].double()
-    still = pairs_of(layer.q[0, :1]).double() * 0
-    return still if layer.transport is None else still * math.nan
 
 
 def pairs_of(x):
@@ -742,31 +552,58 @@ def pairs_of(x):
     return x.unflatten(-1, (2, -1)).norm(dim=-2)
 
 
-def coherence(phase, n):
-    """|E exp(i (phase_t - phase_{t-n}))| over a text, (H|1, T, pairs) -> (H|1, pairs); r for n = 1.
+def measured_r(phase):
+    """|E exp(i angle)| of a text's steps, from phases (H|1, T, pairs) -> (H|1, pairs).
 
     The mean over places weights a table by token frequency. What N random numbers leave is taken off.
     """
-    turned = phase[:, n:] - phase[:, :-n]
-    square = exp_i(turned).mean(1).abs() ** 2
-    return (square - (1 - square) / turned.size(1)).clamp(0, 1).sqrt()
+    steps = phase.double().diff(dim=1)
+    square = exp_i(steps).mean(1).abs() ** 2
+    return (square - (1 - square) / steps.size(1)).clamp(0, 1).sqrt()
+
+
+def mixing(layers, context):
+    """How a model's steps mix, from its layers' inputs on a text -> dict, nan for steps without angles.
+
+    r is weighted by the energy |q_b||k_b| of pairs, n_mix is the slowest head's, unmixed the part of the
+    energy in pairs that are not mixed after `context` steps.
+    """
+    r, energy = [], []
+    for q, k, _, transport, *_ in layers:
+        if not isinstance(transport, Rotation | None):
+            return dict.fromkeys(("r", "n_mix", "unmixed"), math.nan)
+        lam_pairs = pairs_of(q[0]).mean(1) * pairs_of(k[0]).mean(1)
+        energy.append(lam_pairs / math.sqrt(q.size(-1)))
+        still = torch.ones_like(lam_pairs)
+        r.append(still if transport is None else still * measured_r(transport.phase[0]))
+
+    r, energy = torch.cat(r).cpu(), torch.cat(energy).cpu().double()        # (layers H, pairs)
+    weight = energy / energy.sum()
+    left = energy.sum(-1, keepdim=True) * r ** context
+    times = [mixing_time(r_head, TOLERANCE, lam_pairs) for r_head, lam_pairs in zip(r, energy)]
+    return {
+        "r": float((weight * r).sum()),
+        "n_mix": max(times),
+        "unmixed": float(weight[left > TOLERANCE].sum()),
+    }
 
 
 def path_products(q, k, path, rows):
-    """q_i . H_i ... H_{j+1} k_j of PaTH, for the queries in rows (Q,) and all keys j <= i: (1, H, Q, T).
+    """q_i . H_i ... H_{j+1} k_j of PaTH, for the queries in rows (Q,), ascending, and keys j <= i.
 
-    q, k (1, H, T, d). The queries are carried back, chunk by chunk of steps.
+    q, k (1, H, T, d) -> (1, H, Q, T). As in path_attention, keys are carried on from segment to segment.
     """
-    W, X = ut_transform(path.w, path.beta)
-    keys, q, products = in_chunks(k), q[:, :, rows], []
-    places = in_chunks(torch.arange(k.size(2), device=rows.device)[None, None])[0, 0]
-    for n in reversed(range(len(places))):
-        w, key = W[:, :, n], keys[:, :, n]
-        on_the_way = places[n] <= rows[:, None]             # steps up to the query's own, (Q, c)
-        turned = (q @ w.mT * on_the_way) @ X[:, :, n]
-        products.append(q @ key.mT - turned @ (w @ key.mT).tril(-1))
-        q = q - turned @ w
-    return torch.cat(products[::-1], dim=-1)[..., :k.size(2)]
+    keys, products = k[:, :, :0], []
+    for start in range(0, k.size(2), SEGMENT):
+        now = slice(start, start + SEGMENT)
+        steps = path.w[:, :, now], path.beta[:, :, now]
+        logits, q_start, k_end, product = path_segment(q[:, :, now], k[:, :, now], *steps)
+
+        mine = rows[(rows >= start) & (rows < start + SEGMENT)] - start
+        to_all = torch.cat((q_start[:, :, mine] @ keys.mT, logits[:, :, mine]), dim=-1)
+        products.append(F.pad(to_all, (0, k.size(2) - to_all.size(-1))))
+        keys = torch.cat((F.hardshrink(keys @ product, TINY), k_end), dim=2)
+    return torch.cat(products, dim=2)
 
 
 def query_logits(layer, rows):
@@ -788,91 +625,69 @@ def query_logits(layer, rows):
 def far_statistics(layer, rows, near):
     """Attention of the queries in rows (Q,), ascending and >= near, to far keys: `near` or more tokens away.
 
-    Logits are Q x T a head, half the size of its keys; nothing is T x T. -> dict of tensors (H, Q), and
-    "logits" (buckets, 6), "energy" (H, pairs): lam by pair.
+    Logits are Q x T a head; nothing is T x T. -> dict of tensors (H, Q).
     """
-    queries, keys, values = layer.q[0][:, rows], layer.k[0], layer.v[0]
-    root = math.sqrt(queries.size(-1))
+    q, k, v, _, value_transport, key_bias = layer
     logits = query_logits(layer, rows)
-    distance = rows[:, None] - torch.arange(len(keys[0]), device=rows.device)
+    distance = rows[:, None] - torch.arange(k.size(2), device=rows.device)
     far = (rows + 1 - near).double()                        # how many
     near_logits = logits.masked_fill((distance < 0) | (distance >= near), -math.inf)
     far_logits = logits.masked_fill(distance < near, -math.inf)
-    near_lme = near_logits.logsumexp(-1) - math.log(near)
-    far_lme = far_logits.logsumexp(-1) - far.log()
-    gap = near_lme - far_lme
+    gap = near_logits.logsumexp(-1) - math.log(near) - far_logits.logsumexp(-1) + far.log()
     far_mean = (logits * (distance >= near)).sum(-1) / far
 
-    longest = keys.norm(dim=-1).amax(-1)[:, None]
-    spread = 2 * queries.norm(dim=-1) * longest / root
-    if layer.key_bias is not None:                          # it may rise
-        spread = spread + layer.key_bias[0][:, rows] - layer.key_bias[0][:, :1]
+    longest = k[0].norm(dim=-1).amax(-1, keepdim=True)
+    spread = 2 * q[0][:, rows].norm(dim=-1) * longest / math.sqrt(q.size(-1))
+    if key_bias is not None:                                # it may rise
+        spread = spread + key_bias[0][:, rows] - key_bias[0][:, :1]
 
-    alpha = far_logits.softmax(-1).to(values.dtype)         # far output over rho
-    carried = values if layer.value_transport is None else layer.value_transport.encode(layer.v)[0]
-    size = (alpha @ values.norm(dim=-1, keepdim=True))[..., 0]
+    alpha = far_logits.softmax(-1).to(v.dtype)              # far output over rho
+    carried = v[0] if value_transport is None else value_transport.encode(v)[0]
+    size = (alpha @ v[0].norm(dim=-1, keepdim=True))[..., 0]
     n_eff = 1 / alpha.square().sum(-1)
-    expected, floor = expected_output(layer, carried, rows, near, n_eff)
     return {
-        "far": far.expand_as(gap),
         "gap": gap,
         "far_mass": far_mass(far, near, gap),
         "mean_far": far_mass(far, near, near_logits.amax(-1) - far_mean),
         "worst_case": far_mass(far, near, spread),
         "coherence": (alpha @ carried).norm(dim=-1) / size,
-        "expected": expected / size,
-        "floor": floor / size,
+        "expected": expected_output(layer, carried, rows, near, n_eff) / size,
         "n_eff^-.5": n_eff.rsqrt(),
-        "logits": logits_by_distance(logits, distance, near),
-        "energy": pairs_of(queries).mean(1) * pairs_of(keys).mean(1) / root,
     }
 
 
 def expected_output(layer, carried, rows, near, n_eff):
-    """far_output, and what of it n_eff (H, Q) does not lower, from what keys far from all queries share.
+    """far_output's root (H, Q) for n_eff (H, Q), from what the keys that are far from all queries share.
 
     Values that stay, and those that reflections carry, are taken as they are in the frame of attention.
     """
+    q, k, v, transport, value_transport, _ = layer
     old = slice(0, int(rows[0]) - near + 1)
-    queries, key = layer.q[0][:, rows], layer.k[0, :, old].mean(1)
-    lam_pairs = pairs_of(queries) * pairs_of(key)[:, None] / math.sqrt(queries.size(-1))
-    coherent, gain, values = torch.ones_like(lam_pairs), 0.0, carried[:, old]
-    if isinstance(layer.value_transport, Rotation):
-        own_angles = layer.value_transport is not layer.transport
-        coherent = torch.zeros_like(lam_pairs) if own_angles else value_floor(lam_pairs)
-        gain = value_gain(coherence(layer.value_transport.phase[0].double(), 1))[:, None]
-        values = layer.v[0, :, old]
+    coherent, gain, values = f64(1.0), 0.0, carried[:, old]
+    if isinstance(value_transport, Rotation):
+        coherent, values = f64(0.0), v[0, :, old]
+        gain = value_gain(measured_r(value_transport.phase[0]))[:, None]
+        if value_transport is transport:
+            key = k[0, :, old].mean(1, keepdim=True)
+            lam_pairs = pairs_of(q[0][:, rows]) * pairs_of(key)
+            coherent = value_floor(lam_pairs / math.sqrt(q.size(-1)))
+
     c2 = pairs_of(values.mean(1))[:, None] ** 2
     noise = values.var(1, correction=0).sum(-1, keepdim=True)
-    expected = far_output(c2, coherent, gain, n_eff, noise)
-    return expected.sqrt(), far_output(c2, coherent, 0.0, n_eff).sqrt()
-
-
-def logits_by_distance(logits, distance, near):
-    """Logits (H, Q, T) at distances (Q, T), in buckets of doubling distance: (buckets, 6), columns LOGITS."""
-    doubling = [2 ** i for i in range(int(distance.max()).bit_length() + 1)]
-    edges = sorted({0, near, *doubling})
-    buckets = []
-    for low, high in zip(edges, edges[1:]):
-        x = logits[:, (distance >= low) & (distance < high)]                # (H, logits in the bucket)
-        logmeanexp = (x.logsumexp(-1) - math.log(x.size(-1))).mean()
-        buckets.append(f64([low, high, x.mean(), x.std(correction=0), x.max(), logmeanexp]))
-    return torch.stack(buckets)
+    return far_output(c2, coherent, gain, n_eff, noise).sqrt()
 
 
 @torch.no_grad()
 def measure(run, args):
-    """Measure a run, write run/theory.json, print its tables; -> the JSON's dict.
-
-    Means are over text, heads and, in "far" and "logits", layers; "heads" has them apart.
-    """
+    """Measure a run, write and print run/theory.json -> its dict. Means are over text, layers and heads."""
     device = torch.device(pick_device(args.device))
     model, saved = load_model(run / "ckpt.pt", device)
-    context, folder = saved["train_config"]["block_size"], data.find(saved["train_config"]["data"])
+    context = saved["train_config"]["block_size"]
+    folder = data.find(saved["train_config"]["data"])
     if not 16 <= context <= args.length or args.stretches < 1:
         raise ValueError(f"{run}: needs a training context ({context}) of 16 or more, --length {args.length} "
                          f"no shorter, --stretches {args.stretches} 1 or more")
-    data.check_encoding(folder, saved["encoding"], saved["vocab_size"])
+    data.check_encoding(folder, saved["encoding"])
     val = data.load(folder, "val", args.length, model.config.vocab_size)
 
     ends = np.unique(np.linspace(args.length, len(val), args.stretches).astype(np.int64))
@@ -883,7 +698,7 @@ def measure(run, args):
         lengths.append(min(2 * lengths[-1], args.length))
 
     progress = Progress(model, run.name, [(length, length) for length in lengths for _ in ends])
-    far, logits = [], []
+    far = []
     for length in lengths:
         rows = torch.linspace(length - context // 2, length - 1, QUERIES, device=device).long()
         found = []
@@ -892,52 +707,25 @@ def measure(run, args):
                 found.append(far_statistics(layer, rows, near))
             progress.tick(length, length)
 
-        s = {}                                              # stretches, layers, ...
-        for key in found[0]:
-            stacked = torch.stack([layer[key] for layer in found]).double().cpu()
-            s[key] = stacked.unflatten(0, (len(stretches), -1))
+        values = {key: torch.stack([layer[key] for layer in found]) for key in found[0]}
         if length == context:
-            gap = s["gap"]
-        s["predicted"] = far_mass(s["far"], near, gap)
-        row = {"context": length} | {key: float(s[key].mean()) for key in FAR}
-        far.append(row | {"heads": s["far_mass"].mean((0, -1)).tolist()})
-        for bucket in s["logits"].mean((0, 1)).tolist():
-            logits.append({"context": length} | dict(zip(LOGITS, bucket)))
+            gap = values["gap"]
+        values["predicted"] = far_mass(rows + 1 - near, near, gap)
+        far.append({"context": length} | {key: float(values[key].mean()) for key in FAR})
 
-    steps, decoherence = step_tables(layer_inputs(model, stretches[:1]), s["energy"].mean(0), context)
-    result = {"run": run.name, "pos": model.config.pos, "iter_num": saved["iter_num"],
-              "train_context": context, "near": near, "data": folder.name,
-              "stretches": len(stretches), "queries": QUERIES,
-              "steps": steps, "decoherence": decoherence, "logits": logits, "far": far}
+    result = {
+        "run": run.name,
+        "pos": model.config.pos,
+        "iter_num": saved["iter_num"],
+        "train_context": context,
+        "near": near,
+        "data": folder.name,
+        "stretches": len(stretches),
+    }
+    result |= mixing(layer_inputs(model, stretches[:1]), context) | {"far": far}
     data.write_json(run / "theory.json", finite(result))
-    print_tables(result)
+    print_result(result)
     return result
-
-
-def step_tables(layers, energy, context):
-    """Rows of STEPS and of COHERENCE, from the Layers on a text and their energy (layers, H, pairs)."""
-    steps, curves = [], []
-    for layer, e in zip(layers, energy):
-        phase, weight = phases_of(layer), e / e.sum()
-        lam = e.sum(-1, keepdim=True)
-        lags = [2 ** i for i in range((phase.size(1) // 4).bit_length() - 1)]
-        r = coherence(phase, 1).cpu().expand_as(e)
-        for n in lags:
-            text = coherence(phase, n).cpu()
-            curves += [float((weight * text).sum()), float((weight * r ** n).sum())]
-
-        n_mix = [mixing_time(r_head, TOLERANCE, e_head) for r_head, e_head in zip(r, e)]
-        unmixed = torch.where(r.isnan(), math.nan, 1.0 * (lam * r ** context > TOLERANCE))
-        steps.append({
-            "layer": len(steps),
-            "r": float((weight * r).sum()),
-            "lam": float(lam.mean()),
-            "n_mix": max(n_mix),
-            "unmixed": float((weight * unmixed).sum()),
-            "heads": {"n_mix": n_mix, "r": r.tolist(), "energy": e.tolist()},
-        })
-    text, expected = np.reshape(curves, (len(steps), len(lags), 2)).mean(0).T.tolist()
-    return steps, [dict(zip(COHERENCE, row)) for row in zip(lags, text, expected)]
 
 
 def show(title, rows, columns):
@@ -947,17 +735,14 @@ def show(title, rows, columns):
         print(" ".join(f"{row[key]:>10{spec}}" for key, spec in columns.items()))
 
 
-def print_tables(result):
-    context, longest = result["train_context"], result["far"][-1]["context"]
-    print(f"\n{result['run']}: {result['pos']}, iter {result['iter_num']:,}, trained at {context}; far: from "
-          f"{result['near']} tokens; {result['data']}: {result['stretches']} x {result['queries']} queries")
-    show(f"steps (r by energy; n_mix of the slowest head, to {TOLERANCE} nats; energy unmixed at {context})",
-         result["steps"], STEPS)
-    show("coherence of phases n steps apart", result["decoherence"], COHERENCE)
-    shown = [row for row in result["logits"] if row["context"] in (context, longest)]
-    show("logits by distance", shown, {"context": ","} | LOGITS)
-    show(f"far mass (predicted: gap of {context}; bounds mean_far, worst_case), coherence of the far output",
-         result["far"], {"context": ","} | FAR)
+def print_result(result):
+    context, near = result["train_context"], result["near"]
+    print(f"\n{result['run']}: {result['pos']}, iter {result['iter_num']:,}, trained at {context} tokens; "
+          f"{result['data']}: {result['stretches']} x {QUERIES} queries")
+    print(f"steps: r {result['r']:.3f} by energy; the slowest head mixes to {TOLERANCE} nats in "
+          f"{result['n_mix']:,}; {result['unmixed']:.0%} of the energy has not mixed after {context}")
+    title = f"far mass, from {near} tokens (predicted: gap of {context}; bounds mean_far, worst_case)"
+    show(title, result["far"], {"context": ","} | FAR)
 
 
 def plot(results):
@@ -987,15 +772,6 @@ def plot(results):
     return fig
 
 
-def print_statements(seed):
-    """Print the table of all statements; -> whether all hold."""
-    rows = list(table(seed))
-    shown = [row | {"holds": "yes" if row["holds"] else "NO"} for row in rows]
-    show(f"seed {seed}; !: what a summary leaves out", shown, TABLE)
-    print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
-    return all(row["holds"] for row in rows)
-
-
 def main(argv=None):
     parser = data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
@@ -1007,7 +783,11 @@ def main(argv=None):
     option("--plot", action="store_true", help="draw out/theory.png (needs matplotlib)")
     args = parser.parse_args(argv)
     if not args.runs:
-        raise SystemExit(not print_statements(args.seed))
+        rows = list(table(args.seed))
+        shown = [row | {"holds": "yes" if row["holds"] else "NO"} for row in rows]
+        show(f"seed {args.seed}; !: what a summary leaves out", shown, TABLE)
+        print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
+        raise SystemExit(not all(row["holds"] for row in rows))
 
     try:
         if args.plot:
