@@ -2508,27 +2508,20 @@ def test_a_bound_can_be_too_loose():
 
 SLIPS = [   # formula, what stands in it, what a slip makes of it
     ("cumulative", "step @ products[-1]", "products[-1] @ step"),
-    ("chi_table", "p.to", "p.sqrt().to"),
-    ("chi_table", "exp_i(angles)", "exp_i(2 * angles)"),
-    ("mixing_time", "<= eps", "<= 2 * eps"),
-    ("mixing_time", "return n if", "return n - 1 if"),
+    ("chi_table", "p.to", "p.sqrt().to"), ("chi_table", "exp_i(angles)", "exp_i(2 * angles)"),
+    ("mixing_time", "<= eps", "<= 2 * eps"), ("mixing_time", "return n if", "return n - 1 if"),
     ("reflection_moments", "(1 - 2 / d) ** n", "(1 - 1 / d) ** n"),
-    ("reflection_moments", "(d + 2)", "(d + 1)"),
-    ("reflection_moments", "1 / d + ", "2 / d + "),
+    ("reflection_moments", "(d + 2)", "(d + 1)"), ("reflection_moments", "1 / d + ", "2 / d + "),
     ("torus_gap", ".max())\n", ".max()) ** 2\n"),
     ("torus_gap", "max(plus.max(), (minus - 2 * eye(len(minus))).max())", "plus.max()"),
-    ("haar_tail", "(d - 2)", "(d - 3)"),
-    ("haar_tail", "(d - 2)", "(d - 1)"),
-    ("haar_tail", "0.5 * ", ""),
+    ("haar_tail", "(d - 2)", "(d - 3)"), ("haar_tail", "(d - 2)", "(d - 1)"), ("haar_tail", "0.5 * ", ""),
     ("haar_tail_bound", "(d - 1) / 2", "(d - 2) / 2"),
     ("haar_tail_bound", "(d - 1) / 2", "d / 2"),
     ("haar_tail_bound", "0.5 * ", ""),
     ("levy_bound", "(d - 1)", "(d - 2)"),
-    ("pairs_tail", "(2 * ", "(1.4 * "),
-    ("pairs_tail", "(2 * ", "(2.5 * "),
+    ("pairs_tail", "(2 * ", "(1.4 * "), ("pairs_tail", "(2 * ", "(2.5 * "),
     ("pairs_tail", "(r ** 2).sum()", "r.sum() ** 2"),
-    ("route_bound", ", 2).sum()", ", 2).max()"),
-    ("route_bound", ", 2).sum()", ").sum()"),
+    ("route_bound", ", 2).sum()", ", 2).max()"), ("route_bound", ", 2).sum()", ").sum()"),
     ("far_threshold_haar", "return math", "return 0.97 * math"),
     ("far_threshold_haar", "2 / (d - 1)", "2 / d"),
     ("far_threshold_haar", "(2 * delta", "(delta"),
@@ -2543,16 +2536,13 @@ SLIPS = [   # formula, what stands in it, what a slip makes of it
     ("biased_partition", "-math.expm1(-slope)", "-math.expm1(-slope * near)"),
     ("biased_partition", " - math.exp(-slope * length)", ""),
     ("biased_partition", "far_partition(lam_pairs) * ", ""),
-    ("value_gain", "(1 + f64(r))", "1"),
-    ("value_gain", "(1 + f64(r))", "1.05 * (1 + f64(r))"),
-    ("value_moment", ".abs()", ".abs() / 2"),
-    ("value_moment", "n[:, None] - n", "n[:, None] - n + 1"),
+    ("value_gain", "(1 + f64(r))", "1"), ("value_gain", "(1 + f64(r))", "1.05 * (1 + f64(r))"),
+    ("value_moment", ".abs()", ".abs() / 2"), ("value_moment", "n[:, None] - n", "n[:, None] - n + 1"),
     ("background_bound", "value_gain(r) * ", ""),
     ("background_bound", "matrix_norm(covariance, 2)", "matrix_norm(covariance)"),
     ("value_floor", "torch.special.i1e(lam_pairs) / torch.special.i0e(lam_pairs)", "lam_pairs / 2"),
     ("far_output", "gain / n_eff[..., None]", "0.1 * gain / n_eff[..., None]"),
-    ("far_output", "coherent ** 2 + ", ""),
-    ("far_output", ".clamp(max=1)", ""),
+    ("far_output", "coherent ** 2 + ", ""), ("far_output", ".clamp(max=1)", ""),
     ("far_output", "noise / n_eff", "noise / n_eff ** 2"),
 ]
 
@@ -2764,6 +2754,16 @@ def test_values_with_angles_of_their_own_have_no_floor():
     assert ((rms[0] / rms[1] - 1).abs() < 0.35).all()
 
 
+def test_expected_output_is_that_of_keys_far_from_all_queries():
+    q, k, noise, *_ = layer_of(4096, 2, 32)
+    rows = torch.arange(3000, 4096, 20)
+    found = theory.far_statistics((q, k, noise - 1, None, None, None), rows, 64)
+    assert close_to(found["expected"].mean() / found["coherence"].mean(), 1.0, 0.2)
+    noise[:, :, 3000 - 63:] = 100                           # near to the first query
+    later = theory.far_statistics((q, k, noise - 1, None, None, None), rows, 64)
+    assert close_to(later["expected"][:, 0], found["expected"][:, 0])
+
+
 def test_measured_r_of_gaussian_steps():
     steps = 0.3 * torch.randn(1, 65536, 2, generator=torch.Generator().manual_seed(0))
     assert close_to(theory.measured_r(accumulate(steps, dtype=torch.float64)), math.exp(-0.045), 0.005)
@@ -2854,7 +2854,7 @@ def test_mixing_of_two_heads():
     turn = Rotation(accumulate(phase, dtype=torch.float64)[None])
     q, k, v, *_ = layer_of(4096, 2, 4)
     q[:, 1] *= 1e-3                                                         # and has hardly any energy
-    energy = (theory.pairs_of(q[0]).mean(1) * theory.pairs_of(k[0]).mean(1) / 2)
+    energy = theory.pairs_of(q[0]).mean(1) * theory.pairs_of(k[0]).mean(1) / 2
     r = theory.measured_r(turn.phase[0])
     found = theory.mixing([(q, k, v, turn, None, None)], 32)
     assert close_to(found["r"], (energy * r).sum() / energy.sum())
@@ -2943,6 +2943,9 @@ def test_plot_of_two_runs(theory_data, tmp_path, monkeypatch, capsys):
     assert "out/theory.png" in capsys.readouterr().out
     figure = theory.plot([json.loads((Path(run) / "theory.json").read_text()) for run in runs])
     assert len(figure.axes) == 2 and figure.get_figwidth() == 8.8
+    for ax in figure.axes:
+        first, second = (label.xy[1] for label in ax.texts)
+        assert abs(first - second) > 0.059
     texts = [text for text in figure.findobj(lambda x: hasattr(x, "get_fontsize")) if text.get_text()]
     assert min(text.get_fontsize() for text in texts) * 100 / 72 >= 13                # pixels, shown 880 wide
     assert {"rope", "path"} <= {text.get_text() for text in texts}

@@ -28,7 +28,8 @@ from model import load_model
 from train import pick_device
 from transport import SEGMENT, TINY, Rotation, path_segment, rope_steps, rotate
 
-CHECKS = []   # (section, check) in the order of this file
+CHECKS = []                                                 # (section, check) in the order of this file
+TEXTS = torch.cartesian_prod(*[torch.arange(6)] * 4)        # all of 4 tokens, 6 in the vocabulary
 TABLE = {"section": "", "formula": ".5g", "": "", "simulated": ".5g", "+-": ".1g", "holds": "", "claim": ""}
 
 
@@ -95,10 +96,6 @@ def normal(g, *shape):
     return torch.randn(*shape, generator=g, dtype=torch.float64)
 
 
-def uniform(g, *shape):
-    return torch.rand(*shape, generator=g, dtype=torch.float64)
-
-
 def walk(g, paths, length, pairs):
     """Phases (paths, length, pairs) of N(0, 1/4) angles, so that r = exp(-1/8), at distances from 120 on."""
     angles = 0.5 * normal(g, paths, length, pairs)
@@ -122,11 +119,6 @@ def full(n, x):
 
 def count(n):
     return torch.arange(1, n + 1, dtype=torch.float64)
-
-
-def texts(tokens, length):
-    """All texts of a length over a vocabulary: (tokens ** length, length) ids."""
-    return torch.cartesian_prod(*[torch.arange(tokens)] * length)
 
 
 def exp_i(angle):
@@ -186,14 +178,13 @@ def mixing_time(r, eps, weight=1.0):
 @check(2)
 def phases_forget(g):
     angles, p = normal(g, 6), normal(g, 6).softmax(0)
-    text = texts(6, 4)
-    mean = p[text].prod(1) @ angles[text].sum(1).cos()
+    mean = p[TEXTS].prod(1) @ angles[TEXTS].sum(1).cos()
     yield "E cos(phase) = Re chi^n, all texts of 4 tokens", (chi_table(angles, p) ** 4).real, "=", mean
 
     still = chi_table(rope_steps(7, 64), full(7, 1 / 7)).abs()
     yield "! RoPE never mixes: r of a constant step", full(32, 1.0), "=", still
 
-    r, weight = 0.99 * uniform(g, 8), uniform(g, 8)
+    r, weight = normal(g, 8).sigmoid(), normal(g, 8).softmax(0)
     n = mixing_time(r, 0.01, weight)
     left = (weight * r ** f64([[n], [n - 1]])).sum(1)
     yield "n_mix: first n with sum_b weight_b r_b^n <= .01", (left - 0.01).sign(), "=", [-1, 1]
@@ -234,10 +225,11 @@ def torus_gap(angles, p):
 @check(2)
 def squares_need_a_gap_of_their_own(g):
     angles, p = normal(g, 5, 3), normal(g, 5).softmax(0)
-    M = rotate(eye(6).expand(1, 5, 6, 6), angles[None, :, None].expand(1, 5, 6, 3))[0]
+    phase = angles[None, :, None].expand(1, 5, 6, 3)
+    M = rotate(eye(6).expand(1, 5, 6, 6), phase)[0]         # of every token
     squares = torch.einsum("t,tab,tcd->acbd", p, M, M).reshape(36, 36)      # E[M x M]: d eigenvalues are 1
     sizes = torch.linalg.eigvals(squares).abs().sort(descending=True)[0]
-    yield "rho_2: the next eigenvalue of E[M x M] after 1", torus_gap(angles, p), "=", sizes[6]
+    yield "rho_2: eigenvalue of E[M x M] next to 1", torus_gap(angles, p), "=", sizes[6]
 
     flip = math.pi * f64([[0, 0], [1, 1]])
     yield "! E M = 0 is not enough: M = +-I has rho_2 = 1", torus_gap(flip, full(2, 0.5)), "=", 1
@@ -274,9 +266,11 @@ def levy_bound(t, d):
 @check(3)
 def haar_steps_concentrate(g):
     t = np.linspace(0, 0.999, 20)
-    yield "P(s >= t) = (1 - t)/2, d = 3 (Archimedes)", f64([haar_tail(x, 3) for x in t]), "=", (1 - t) / 2
+    formula = f64([haar_tail(x, 3) for x in t])
+    yield "P(s >= t) = (1 - t)/2, d = 3 (Archimedes)", formula, "=", (1 - t) / 2
     cases = [(x, d) for x in t for d in (2, 3, 4, 5, 8)]
-    exact, bound = (f64([tail(*case) for case in cases]) for tail in (haar_tail, haar_tail_bound))
+    exact = f64([haar_tail(*case) for case in cases])
+    bound = f64([haar_tail_bound(*case) for case in cases])
     yield "P(s >= t) <= 1/2 (1-t^2)^((d-1)/2), d <= 8", bound, ">=", exact, 3.5
     exact = haar_tail(0.5, 64)
     yield "... d = 64, t = .5: 5.2 times too large", haar_tail_bound(0.5, 64), ">=", exact, 5.3
@@ -328,6 +322,14 @@ def far_threshold_pairs(far, delta, lam_pairs, mean=0.0):
     return mean + math.sqrt(2 * (lam_pairs ** 2).sum() * math.log(far / delta))
 
 
+def far_partition(lam_pairs):
+    """Phi = E e^logit of a far token = prod_b I_0(lam_b) <= e^(sum lam_b^2 / 4) at any length, phases mixed.
+
+    It pins the far mass: E rho <= far Phi / (far Phi + Z_near), Z_near the sum of e^logit over near tokens.
+    """
+    return torch.special.i0(lam_pairs).prod(-1)
+
+
 @check(4)
 def near_scores_stay_above_far_ones(g):
     turn = torch.linalg.matrix_exp(f64([[0, -0.02], [0.02, 0]]))
@@ -344,21 +346,10 @@ def near_scores_stay_above_far_ones(g):
     yield "P(a far logit > threshold) <= delta, haar_tail_bound", 0.1, "=", union
     above = 1 - (1 - haar_tail(far_threshold_haar(100, 0.05, 8), 8)) ** 4096        # independent tokens
     yield "! threshold of 100 tokens at 4,096: no gap for all lengths", 0.05, "<", above
-    lam_pairs = uniform(g, 8)
+    lam_pairs = normal(g, 8)
     union = 4096 * pairs_tail(far_threshold_pairs(4096, 0.05, lam_pairs, 0.3) - 0.3, lam_pairs)
     yield "P(a far logit > threshold) <= delta, pairs_tail", 0.05, "=", union
 
-
-def far_partition(lam_pairs):
-    """Phi = E e^logit of a far token = prod_b I_0(lam_b) <= e^(sum lam_b^2 / 4) at any length, phases mixed.
-
-    It pins the far mass: E rho <= far Phi / (far Phi + Z_near), Z_near the sum of e^logit over near tokens.
-    """
-    return torch.special.i0(lam_pairs).prod(-1)
-
-
-@check(4)
-def far_mass_is_pinned(g):
     lam_pairs = f64([0.3, 1.0, 3.0])
     x = (math.pi / 32 * count(64)).cos()
     mean = (lam_pairs[:, None] * x).exp().mean(1).prod()
@@ -436,7 +427,7 @@ def a_distance_bias_holds_attention(g):
     closed = 1 / (1 + math.exp(-4) * math.expm1(0.05 * 20))
     rho = bias_far_bound(-0.05 * n, 20, 2.0)
     yield "ALiBi: rho <= 1/(1 + e^(-2 lam) (e^(slope near) - 1))", closed, ">=", rho, 1.01
-    lam_pairs = uniform(g, 8)
+    lam_pairs = normal(g, 8)
     Z_far = (far_partition(lam_pairs) * (-0.05 * n[20:]).exp()).sum()
     formula = biased_partition(lam_pairs, 0.05, 20, 300)
     yield "rotation and ALiBi: E Z_far = Phi sum e^(-slope n)", formula, "=", Z_far
@@ -468,9 +459,10 @@ def background_bound(alpha, r, covariance):
 
 @check(7)
 def carried_values_decohere(g):
-    mirrors = mirror(torch.cat((eye(3), torch.linalg.qr(normal(g, 3, 3)).Q)))       # E M = (1 - 2/3) I
+    other = torch.linalg.qr(normal(g, 3, 3)).Q
+    mirrors = mirror(torch.cat((eye(3), other)))            # E M = (1 - 2/3) I
     alpha, carried = full(5, 0.2), 0.2 * eye(3)
-    for token in texts(6, 4).T:
+    for token in TEXTS.T:
         carried = mirrors[token] @ carried + 0.2 * eye(3)
     square = (carried[:, :, 0] ** 2).sum(-1).mean()
     yield "! steps need not commute: reflections, chi = 1 - 2/d", value_moment(alpha, 1 / 3), "=", square
