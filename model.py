@@ -99,8 +99,7 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """GPT-2's 0.02 at its width, fan-in scaling at others; smaller on residual projections; transport as
-        it says."""
+        """GPT-2's 0.02 at its width, fan-in scaling at others; less for residual projections."""
         std = 0.02 * math.sqrt(768 / self.config.n_embd)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -114,22 +113,19 @@ class GPT(nn.Module):
                 module.init_weights()
 
     def num_params(self):
-        """-> (all parameters, those of the positional scheme). Frozen angle tables are buffers and do not
-        count."""
+        """-> (all parameters, those of the positional scheme); frozen angle tables do not count."""
         sizes = {name: p.numel() for name, p in self.named_parameters()}
         return sum(sizes.values()), sum(n for name, n in sizes.items() if is_positional(name))
 
     def new_past(self):
-        """What `hidden` and `forward` fill with keys, values and the state of transports: a dict a layer and
-        a shared one."""
+        """What `hidden` and `forward` fill with keys, values and transports: a dict a layer, a shared one."""
         return [{} for _ in range(len(self.h) + 1)]
 
     def hidden(self, idx, past=None):
-        """Token ids (B, T) -> final normalised hidden states (B, T, C). With a past, idx go on from the
-        tokens it holds.
+        """Token ids (B, T) -> final normalised hidden states (B, T, C).
 
-        Raises ValueError, before the past is touched, if there are no tokens or their batch is another than
-        the past's.
+        With a past, idx go on from the tokens it holds. Raises ValueError, before the past is touched, if
+        there are no tokens, or their batch is another than the past's.
         """
         if idx.dim() != 2 or idx.numel() == 0:
             raise ValueError(f"token ids must be (B, T), at least one, got {tuple(idx.shape)}")
@@ -166,19 +162,17 @@ class GPT(nn.Module):
         return F.cross_entropy(logits, y, reduction="none")
 
     def forward(self, idx, targets=None, past=None):
-        """idx (B, T) -> (logits, loss): with targets (None, mean loss), without (logits of the last position
-        (B, 1, V), None)."""
+        """-> (logits, loss): with targets (None, mean loss), else (the last position's (B, 1, V), None)."""
         if targets is not None:
             return None, self.nll(idx, targets).mean()
         return F.linear(self.hidden(idx, past)[:, -1:], self.wte.weight), None
 
     @torch.no_grad()
     def generate(self, idx, n, temperature=1.0, top_k=0):
-        """Append n sampled tokens to idx (B, T) -> (B, T + n), O(T) work a token. Ids beyond the data's are
-        never drawn.
+        """Append n sampled tokens to idx (B, T) -> (B, T + n), O(T) work a token.
 
-        temperature 0 takes the likeliest token; top_k 0 is off. Raises ValueError on an empty prompt or a
-        number below zero.
+        Ids beyond the data's are never drawn. temperature 0 takes the likeliest token; top_k 0 is off. Raises
+        ValueError on an empty prompt or a number below zero.
         """
         if n < 0 or top_k < 0 or not 0 <= temperature < math.inf:
             raise ValueError(f"n {n}, top_k {top_k}, temperature {temperature}: all must be finite, none < 0")
@@ -211,8 +205,7 @@ def is_positional(name):
 
 
 def load_model(path, device="cpu"):
-    """Read a checkpoint of train.py (plain dicts and tensors) -> (GPT in eval mode on device, the
-    checkpoint's dict).
+    """Read a checkpoint of train.py -> (GPT in eval mode on device, the dict that was saved).
 
     Raises ValueError, naming the file, if there is none, or it is truncated, or of something else.
     """
@@ -223,10 +216,15 @@ def load_model(path, device="cpu"):
     except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as e:
         raise ValueError(f"{path} is not a readable checkpoint ({first_line(e)})")
     try:
+        if not isinstance(saved, dict):
+            raise TypeError(f"it holds a {type(saved).__name__}")
         model = GPT(GPTConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
         model.n_ids = saved["vocab_size"]
-        saved["train_config"]["block_size"], saved["iter_num"], saved["encoding"]
+        for name in ("block_size", "data", "seed"):
+            saved["train_config"][name]
+        for name in ("iter_num", "encoding"):
+            saved[name]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as e:
         raise ValueError(f"{path} is not a checkpoint of this model ({first_line(e)})")
     return model.to(device).eval(), saved

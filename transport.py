@@ -143,26 +143,20 @@ def attend(q, k, v, transport=None, value_transport=None, key_bias=None, past=No
 
 def check_shapes(q, k, v, key_bias, past):
     """Raise ValueError unless the arguments of `attend` fit together."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ValueError(f"attend needs q (B, H, T, d) and k, v of one shape (B, H_kv, T_k, d), got {shapes}")
-    if q.size(0) != k.size(0) or q.size(3) != k.size(3) or q.size(1) % k.size(1):
-        raise ValueError(f"attend needs one batch, one head dim, and H a multiple of H_kv, got {shapes}")
-    if not 1 <= q.size(2) <= k.size(2):
-        raise ValueError(f"attend needs at least one query, and no more queries than keys, got {shapes}")
+    whole = q.dim() == k.dim() == 4 and k.shape == v.shape and 1 <= q.size(2) <= k.size(2)
+    if not whole or q.size(0) != k.size(0) or q.size(3) != k.size(3) or q.size(1) % k.size(1):
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        raise ValueError("attend needs q (B, H, T, d) and k, v (B, H_kv, T_k, d), T from 1 to T_k, "
+                         f"H a multiple of H_kv, not {shapes}")
 
-    old = held(past)
-    if old and (past["k"].shape[:2], past["k"].size(3)) != (k.shape[:2], k.size(3)):
-        raise ValueError(f"the past holds keys {tuple(past['k'].shape)}, which do not go on with {shapes}")
-    wanted = (q.size(0), q.size(1), old + k.size(2))
-    if key_bias is not None and not fits(key_bias.shape, wanted):
-        raise ValueError(f"key_bias must be {wanted}, or 1 for the first two, not {tuple(key_bias.shape)}")
-
-
-def fits(shape, wanted):
-    """Is it the wanted shape, up to ones in the first two places?"""
-    return len(shape) == len(wanted) and shape[2:] == wanted[2:] and all(
-        size in (1, full) for size, full in zip(shape[:2], wanted[:2]))
+    T_k = held(past) + k.size(2)
+    if held(past) and (past["k"].shape[:2], past["k"].size(3)) != (k.shape[:2], k.size(3)):
+        raise ValueError(f"keys {tuple(k.shape)} do not go on with the past's {tuple(past['k'].shape)}")
+    if key_bias is not None:
+        B, H = q.shape[:2]
+        fits = key_bias.dim() == 3 and key_bias.size(0) in (1, B) and key_bias.size(1) in (1, H)
+        if not fits or key_bias.size(2) != T_k:
+            raise ValueError(f"key_bias must be ({B}|1, {H}|1, {T_k}), not {tuple(key_bias.shape)}")
 
 
 def held(past):
@@ -177,8 +171,7 @@ def append(past, name, new, dim):
 
 
 def for_queries(carry, x, k):
-    """carry is the encode or decode of k's positions and heads; x is of the last positions, or of more
-    heads."""
+    """carry: the encode or decode of k's positions and heads; x has the last of them, or groups of heads."""
     missing, groups = k.size(2) - x.size(2), x.size(1) // k.size(1)
     if missing == 0 and groups == 1:
         return carry(x)
@@ -347,10 +340,10 @@ def in_chunks(x):
 class Reflections:
     """The transport of accumulated exact reflections H_t = I - 2 w_t w_t^T / |w_t|^2.
 
-    w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): the product of earlier
-    steps. Products over chunks are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. beta =
-    2 / |w|^2 belongs to the graph: with w normalised outside and beta = 2 gradients would be wrong, since
-    C^T = C^-1 holds on the sphere only.
+    w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): product of earlier steps.
+    Products over chunks are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. The factor
+    2 / |w|^2 belongs to the graph: with w normalised outside, gradients would be wrong, since C^T = C^-1
+    holds on the sphere only.
     """
 
     def __init__(self, w, start=None):
@@ -485,8 +478,7 @@ def path_segment(q, k, w, beta):
 # to keep what the next call goes on from. The config has n_head, n_embd, vocab_size, sigma, rope_base.
 
 class Angles(nn.Module):
-    """Steps that turn channel pairs. A subclass gives `steps(idx, x, past)`: angles (B|1, T, H|1, d/2),
-    radians."""
+    """Steps that turn channel pairs: a subclass gives the angles by `steps`, (B|1, T, H|1, d/2), radians."""
     shared = True
 
     def __init__(self, config):
@@ -512,9 +504,8 @@ class ConstantAngles(Angles):
 
 
 def random_angles(config):
-    """N(0, sigma^2) angles per token id, head and pair, (vocab_size, H * d/2). They come from a generator of
-    their own, which torch.manual_seed determines: every rank, and every scheme with a table, draws the
-    same."""
+    """N(0, sigma^2) per token id, head and pair, (vocab_size, H * d/2), from a generator of their own that
+    torch.manual_seed determines: every rank, and every scheme with a table, draws the same."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     return config.sigma * torch.randn(config.vocab_size, config.n_embd // 2, generator=generator)
 
@@ -553,8 +544,7 @@ class HiddenAngles(Angles):
 
 
 class HiddenVectors(nn.Module):
-    """The vectors w of reflections as PaTH makes them from a layer's input: low rank, short causal
-    convolution, SiLU."""
+    """Vectors w as PaTH makes them from a layer's input: low rank, short causal convolution, SiLU."""
     RANK, TAPS = 32, 3
 
     def __init__(self, config):
