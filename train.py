@@ -1,8 +1,7 @@
 """Train a decoder under one positional scheme:  python train.py --pos accum_qkv
 
-Runs on a bare laptop (preset tiny: bytes of the standard library, a few minutes on two cores), on CUDA, and
-on several ranks under torchrun. Every field of GPTConfig and TrainConfig is a flag; a preset sets several at
-once, flags given by hand win. --resume continues a run exactly.
+Runs on a laptop, on CUDA, and on several ranks under torchrun. Every field of GPTConfig and TrainConfig is a
+flag; a preset sets several at once, flags given by hand win. --resume continues a run exactly.
 """
 import argparse
 import json
@@ -70,7 +69,7 @@ class TrainConfig:
         for f in fields(self):
             value, low = getattr(self, f.name), int(f.name in FROM_ONE)
             if f.type in (int, float) and not (isinstance(value, (int, float)) and low <= value < 2 ** 62):
-                raise ValueError(f"{f.name} must be a number from {low} to 2^62, got {value}")
+                raise ValueError(f"{f.name} must be a number from {low} to 2^62")
         if self.min_lr > self.learning_rate:
             raise ValueError(f"min_lr {self.min_lr} is above learning_rate {self.learning_rate}")
         self.sequences = self.batch_size * self.gradient_accumulation_steps         # of all ranks in an iter
@@ -82,9 +81,8 @@ def parse_args(argv=None):
     parser = data.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"schemes for --pos (ROTATION, BIAS or ROTATION+BIAS):\n{schemes}")
-    parser.add_argument(
-        "--resume", action="store_true",
-        help="continue the run in --out_dir; flags given with it hold from there on, its model and seed stay")
+    parser.add_argument("--resume", action="store_true",
+                        help="continue the run in --out_dir; other flags hold from there on, its model stays")
     for f in fields(GPTConfig) + fields(TrainConfig):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
         text = f"{f.metadata['help']} (default: {f.default})"
@@ -149,7 +147,7 @@ def device_name(device):
 
 
 def can_compile(device):
-    """Try torch.compile on a small function: it needs a C++ compiler on CPU, Triton on CUDA."""
+    """It needs a C++ compiler on CPU, Triton on CUDA."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
         return True
@@ -281,8 +279,7 @@ class Run:
             values = saved["model_config"] | saved["train_config"]
             for name in given.keys() & {*saved["model_config"], "seed"}:
                 if given[name] != values[name]:
-                    raise ValueError(f"{ckpt} has {name} {values[name]}, not {given[name]}: leave --{name} "
-                                     "out, or choose another --out_dir")
+                    raise ValueError(f"{ckpt} has {name} {values[name]}: leave --{name} {given[name]} out")
         elif ckpt.exists():
             raise ValueError(f"{ckpt} exists: --resume continues it; or choose another --out_dir")
         values |= given
@@ -290,15 +287,15 @@ class Run:
         if config.sequences % ranks()[1]:
             raise ValueError(f"{config.sequences} sequences per iter cannot be shared by {ranks()[1]} ranks")
 
-        folder, context = data.find(config.data), config.block_size + 1
+        folder = data.find(config.data)
         self.encoding, self.vocab_size = data.describe(folder)
         if resume:
             data.check_encoding(folder, saved["encoding"], saved["vocab_size"])
         else:
             torch.manual_seed(config.seed)
             model = GPT(configured(GPTConfig, {"vocab_size": self.vocab_size} | values))
-        self.train_tokens = data.load(folder, "train", context, model.config.vocab_size)
-        self.val_tokens = data.load(folder, "val", context, model.config.vocab_size)
+        limits = config.block_size + 1, model.config.vocab_size
+        self.train_tokens, self.val_tokens = [data.load(folder, part, *limits) for part in ("train", "val")]
 
         self.device, _, self.world_size = join_ranks(config.device)
         dtype = pick_dtype(config.dtype, self.device)
@@ -312,9 +309,8 @@ class Run:
             self.load_progress(saved)
         self.log_file = open_log(self.out, self.iter_num) if ranks()[0] == 0 else None
         self.model = wrapped(model, config, self.device)
-        total, positional = model.num_params()
-        print0(f"{model.config.pos}: {total:,} parameters ({positional:,} positional), {dtype} on "
-               f"{self.world_size} x {device_name(self.device)}, from iter {self.iter_num:,} on")
+        print0("{}: {:,} parameters ({:,} positional)".format(model.config.pos, *model.num_params()),
+               f"on {self.world_size} x {device_name(self.device)}, {dtype}")
 
     def load_progress(self, saved):
         """How far a checkpoint is, and AdamW's moments; its settings stay those of the configuration."""
@@ -350,22 +346,20 @@ class Run:
         seconds = (time.perf_counter() - self.started) / iters
         rate = config.sequences * config.block_size / seconds
         used = mfu(self.raw_model, config.block_size, rate / self.world_size, device_name(self.device))
-        mfu_text = f"MFU {used:.1%} | " if used else ""
-        print0(f"iter {done:,}/{config.max_iters:,} | loss {loss:.4f} | lr {lr:.1e} | "
-               f"{1000 * seconds:.0f} ms | {rate:,.0f} tok/s | {mfu_text}"
-               f"ETA {data.clock(seconds * (config.max_iters - done))}")
+        speed = f"{rate:,.0f} tok/s" + (f" | MFU {used:.1%}" if used else "")
+        print0(f"iter {done:,}/{config.max_iters:,} | loss {loss:.4f} | lr {lr:.1e} |",
+               f"{1000 * seconds:.0f} ms | {speed} | ETA {data.clock(seconds * (config.max_iters - done))}")
         self.log(loss=loss, lr=lr, grad_norm=norm, tokens_per_second=rate)
         self.latest, self.started = [], time.perf_counter()
 
     @torch.no_grad()
     def evaluate(self):
         """Save, and log the mean loss (nats per token) over fixed batches, the same ones on every rank."""
-        losses = []
-        for i in range(self.config.eval_iters):
+        loss, n = 0.0, self.config.eval_iters
+        for i in range(n):
             x, y = self.batch(self.val_tokens, i, EVAL_SEED, EVAL_BATCH)
             with self.ctx:
-                losses.append(self.raw_model(x, y)[1].item())
-        loss = sum(losses) / len(losses)
+                loss += self.raw_model(x, y)[1].item() / n
         if not math.isfinite(loss):
             raise ArithmeticError(f"the validation loss at iter {self.iter_num:,} is {loss}")
         self.best_val_loss = min(loss, self.best_val_loss)
@@ -376,15 +370,16 @@ class Run:
 
     def save(self):
         """Write the checkpoint, whole or not at all, on one rank."""
+        if self.log_file is None:                            # rank 0 alone has one
+            return
         saved = {
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "iter_num": self.iter_num, "best_val_loss": self.best_val_loss,
             "model_config": asdict(self.raw_model.config), "train_config": asdict(self.config),
             "encoding": self.encoding, "vocab_size": self.vocab_size,
         }
-        if self.log_file:                                    # rank 0 alone has one
-            with data.written_whole(self.ckpt, "wb", "partial") as f:
-                torch.save(saved, f)
+        with data.written_whole(self.ckpt, "wb", "partial") as f:
+            torch.save(saved, f)
 
 
 def train(run):
