@@ -2012,7 +2012,7 @@ def test_two_ranks_train_like_one(corpus, tmp_path, monkeypatch, capsys, two_ran
     tables = [name for name in a if "transport." in name]
     assert a.keys() == b.keys() and tables and all(torch.equal(a[name], b[name]) for name in tables)
     monkeypatch.setattr(train, "ranks", lambda: (0, 3))
-    refuse_train(corpus, tmp_path / "three", capsys, flags, "8 sequences per iter", "3 ranks")
+    refuse_train(corpus, tmp_path / "three", capsys, flags, "8 sequences per iter", "ranks")
 
 
 @distributed

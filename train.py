@@ -212,8 +212,7 @@ def learning_rate(iter_num, config):
     if iter_num < config.warmup_iters:
         return config.learning_rate * (iter_num + 1) / config.warmup_iters
     done = (iter_num - config.warmup_iters) / max(1, config.max_iters - 1 - config.warmup_iters)
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return config.min_lr + cosine * (config.learning_rate - config.min_lr)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
 
 
 def flops_per_token(model, block_size):
@@ -272,8 +271,7 @@ class Run:
     def __init__(self, argv=None):
         """From flags and, with --resume, a checkpoint. Bad input: ValueError or OSError, no file changed."""
         values, given, resume = parse_args(argv)
-        self.out = Path(given["out_dir"])
-        self.ckpt = ckpt = self.out / "ckpt.pt"
+        self.ckpt = ckpt = Path(given["out_dir"], "ckpt.pt")
         if resume:
             model, saved = load_model(ckpt)
             values = saved["model_config"] | saved["train_config"]
@@ -285,7 +283,7 @@ class Run:
         values |= given
         self.config = config = configured(TrainConfig, values)
         if config.sequences % ranks()[1]:
-            raise ValueError(f"{config.sequences} sequences per iter cannot be shared by {ranks()[1]} ranks")
+            raise ValueError(f"{config.sequences} sequences per iter cannot be shared by so many ranks")
 
         folder = data.find(config.data)
         self.encoding, self.vocab_size = data.describe(folder)
@@ -307,10 +305,12 @@ class Run:
         self.iter_num, self.best_val_loss = 0, math.inf
         if resume:
             self.load_progress(saved)
-        self.log_file = open_log(self.out, self.iter_num) if ranks()[0] == 0 else None
+        self.log_file = open_log(ckpt.parent, self.iter_num) if ranks()[0] == 0 else None
         self.model = wrapped(model, config, self.device)
+        where = device_name(self.device)
         print0("{}: {:,} parameters ({:,} positional)".format(model.config.pos, *model.num_params()),
-               f"on {self.world_size} x {device_name(self.device)}, {dtype}")
+               f"on {where}, {dtype}")
+        self.log(model_config=asdict(model.config), train_config=asdict(config), device=where)
 
     def load_progress(self, saved):
         """How far a checkpoint is, and AdamW's moments; its settings stay those of the configuration."""
@@ -327,10 +327,9 @@ class Run:
         if self.log_file:
             self.log_file.write(json.dumps(dict(iter_num=self.iter_num, **entry)).encode() + b"\n")
 
-    def batch(self, tokens, i, seed, size, rank=0, world_size=1):
-        """-> x, y (size / world_size, block_size): a rank's part, copied while the device computes."""
-        arrays = data.batch(tokens, i, seed, rank, world_size, batch_size=size,
-                            block_size=self.config.block_size)
+    def batch(self, tokens, i, seed, size, *rank):
+        """-> x, y (size / world size, block_size): a rank's part, copied while the device computes."""
+        arrays = data.batch(tokens, i, seed, *rank, batch_size=size, block_size=self.config.block_size)
         tensors = [torch.from_numpy(a).contiguous() for a in arrays]
         if "cuda" in self.device:
             tensors = [t.pin_memory() for t in tensors]
@@ -338,12 +337,12 @@ class Run:
 
     def progress(self, lr):
         """Print and log means since the last log line. ArithmeticError: a loss or gradient was not finite."""
-        config, done, iters = self.config, self.iter_num, len(self.latest)
+        config, done = self.config, self.iter_num
         loss, norm = torch.stack(self.latest).mean(0).tolist()     # here the host waits for the device
         loss = over_ranks(loss)                              # the norm is that of all ranks already
         if not math.isfinite(loss + norm):
             raise ArithmeticError(f"by iter {done:,} the loss is {loss}, the gradient norm {norm}")
-        seconds = (time.perf_counter() - self.started) / iters
+        seconds = (time.perf_counter() - self.started) / len(self.latest)
         rate = config.sequences * config.block_size / seconds
         used = mfu(self.raw_model, config.block_size, rate / self.world_size, device_name(self.device))
         speed = f"{rate:,.0f} tok/s" + (f" | MFU {used:.1%}" if used else "")
@@ -370,8 +369,8 @@ class Run:
 
     def save(self):
         """Write the checkpoint, whole or not at all, on one rank."""
-        if self.log_file is None:                            # rank 0 alone has one
-            return
+        if self.log_file is None:
+            return                                           # rank 0 alone has a log
         saved = {
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
             "iter_num": self.iter_num, "best_val_loss": self.best_val_loss,
@@ -383,10 +382,8 @@ class Run:
 
 
 def train(run):
-    """Train until max_iters or a signal; run.iter_num counts the updates done. -> exit status."""
+    """Train until max_iters, or a signal to any rank. -> exit status."""
     config, model, optimizer = run.config, run.model, run.optimizer
-    run.log(model_config=asdict(run.raw_model.config), train_config=asdict(config),
-            device=device_name(run.device))
     caught = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: caught.append(number))
@@ -422,8 +419,8 @@ def train(run):
             run.evaluate()
         if stop:
             run.save()
-            print0(f"saved iter {run.iter_num:,}; continue with --resume --out_dir {run.out}")
-            return 128 + (caught or [signal.SIGTERM])[0]     # only the rank that was told knows the number
+            print0(f"saved iter {run.iter_num:,}; continue with --resume --out_dir {config.out_dir}")
+            return 128 + signal.SIGTERM
     return 0
 
 
@@ -435,7 +432,7 @@ def main(argv=None):
     try:
         status = train(run)
     except (ArithmeticError, OSError) as e:                  # a number that is not finite, or a full disk
-        print0(f"error: {e}; {run.out} is as it was at the last save", file=sys.stderr)
+        print0(f"error: {e}; {run.ckpt} is that of the last save", file=sys.stderr)
         raise SystemExit(1)
     leave_ranks(status)
     if status:
