@@ -1,11 +1,11 @@
-"""The decoder: pre-norm, no biases, GELU MLP, tied embedding and head. The defaults of GPTConfig are the paper's model.
+"""The decoder: pre-norm, no biases, GELU MLP, tied embedding and head. The defaults of GPTConfig are the
+paper's model.
 
-Nothing here depends on the training context, and on the positional scheme only three lines do: the shared transport in GPT,
-the layer's own in Attention, and the call of `attend`. See transport.py.
+Nothing here depends on the training context, and on the positional scheme only three lines do: the shared
+transport in GPT, the layer's own in Attention, and the call of `attend`. See transport.py.
 """
 import math
 import pickle
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,7 +56,8 @@ class Attention(nn.Module):
         self.transport = Transport(config, shared=False)
 
     def inputs(self, x, idx, shared, past=None):
-        """What `attend` takes: q, k, v (B, H, T, d), the transport of keys, that of values, and the key bias."""
+        """What `attend` takes: q, k, v (B, H, T, d), the transport of keys, that of values, and the key
+        bias."""
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
         if self.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
@@ -98,12 +99,13 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """GPT-2's 0.02 at its width, fan-in scaling at others; smaller on residual projections; transport as it says."""
+        """GPT-2's 0.02 at its width, fan-in scaling at others; less for residual projections."""
         std = 0.02 * math.sqrt(768 / self.config.n_embd)
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 residual = name.endswith(("c_proj", "mlp.2"))
-                nn.init.normal_(module.weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
+                smaller = math.sqrt(2 * self.config.n_layer) if residual else 1.0
+                nn.init.normal_(module.weight, std=std / smaller)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
         for module in self.modules():
@@ -111,22 +113,25 @@ class GPT(nn.Module):
                 module.init_weights()
 
     def num_params(self):
-        """-> (all parameters, those of the positional scheme). Frozen angle tables are buffers and do not count."""
+        """-> (all parameters, those of the positional scheme); frozen angle tables do not count."""
         sizes = {name: p.numel() for name, p in self.named_parameters()}
         return sum(sizes.values()), sum(n for name, n in sizes.items() if is_positional(name))
 
     def new_past(self):
-        """What `hidden` and `forward` fill with keys, values and the state of transports: a dict a layer and a shared one."""
+        """What `hidden` and `forward` fill with keys, values and transports: a dict a layer, a shared one."""
         return [{} for _ in range(len(self.h) + 1)]
 
     def hidden(self, idx, past=None):
-        """Token ids (B, T) -> final normalised hidden states (B, T, C). With a past, idx go on from the tokens it holds.
+        """Token ids (B, T) -> final normalised hidden states (B, T, C).
 
-        Raises ValueError, before the past is touched, if there are no tokens or their batch is another than the past's.
+        With a past, idx go on from the tokens it holds. Raises ValueError, before the past is touched, if
+        there are no tokens, or their batch is another than the past's.
         """
-        held = past[0]["k"].size(0) if past and past[0] else None
-        if idx.dim() != 2 or not idx.numel() or held not in (None, idx.size(0)):
-            raise ValueError(f"token ids must be (B, T), at least one{f', B = {held}' if held else ''}; got {tuple(idx.shape)}")
+        if idx.dim() != 2 or idx.numel() == 0:
+            raise ValueError(f"token ids must be (B, T), at least one, got {tuple(idx.shape)}")
+        if past and past[0] and past[0]["k"].size(0) != idx.size(0):
+            batch = past[0]["k"].size(0)
+            raise ValueError(f"token ids must be ({batch}, T), as in the past, got {tuple(idx.shape)}")
 
         x = self.wte(idx)
         *layers, shared_past = past or [None] * (len(self.h) + 1)
@@ -138,7 +143,8 @@ class GPT(nn.Module):
     def nll(self, idx, targets):
         """Negative log-likelihood (nats) of every target: idx, targets (B, T) -> (B, T), float32 or wider.
 
-        Logits exist for LOGITS_AT_ONCE // rows of the embedding at a time, also in training, where later chunks are recomputed.
+        Logits exist for LOGITS_AT_ONCE // rows of the embedding at a time, also in training, where later
+        chunks are recomputed.
         """
         x, y = self.hidden(idx).flatten(0, 1), targets.flatten()
         rows = max(1, LOGITS_AT_ONCE // self.wte.num_embeddings)
@@ -152,22 +158,24 @@ class GPT(nn.Module):
 
     def rows_nll(self, x, y):
         logits = F.linear(x, self.wte.weight)
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y, reduction="none")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, y, reduction="none")
 
     def forward(self, idx, targets=None, past=None):
-        """idx (B, T) -> (logits, loss): with targets (None, mean loss), without (logits of the last position (B, 1, V), None)."""
+        """-> (logits, loss): with targets (None, mean loss), else (the last position's (B, 1, V), None)."""
         if targets is not None:
             return None, self.nll(idx, targets).mean()
         return F.linear(self.hidden(idx, past)[:, -1:], self.wte.weight), None
 
     @torch.no_grad()
     def generate(self, idx, n, temperature=1.0, top_k=0):
-        """Append n sampled tokens to idx (B, T) -> (B, T + n), O(T) work a token. Ids beyond the data's are never drawn.
+        """Append n sampled tokens to idx (B, T) -> (B, T + n), O(T) work a token.
 
-        temperature 0 takes the likeliest token; top_k 0 is off. Raises ValueError on an empty prompt or a number below zero.
+        Ids beyond the data's are never drawn. temperature 0 takes the likeliest token; top_k 0 is off. Raises
+        ValueError on an empty prompt or a number below zero.
         """
         if n < 0 or top_k < 0 or not 0 <= temperature < math.inf:
-            raise ValueError(f"n {n}, top_k {top_k} and temperature {temperature} must be finite and not negative")
+            raise ValueError(f"n {n}, top_k {top_k}, temperature {temperature}: all must be finite, none < 0")
 
         past, new = self.new_past(), idx
         for _ in range(n):
@@ -188,7 +196,7 @@ def in_pieces(f, x, y, rows):
     return torch.cat([f(x[i:i + rows], y[i:i + rows]) for i in range(0, len(y), rows)])
 
 
-in_pieces_not_compiled = torch.compiler.disable(in_pieces)  # torch.compile would unroll the loop, anew for every length
+in_pieces_not_compiled = torch.compiler.disable(in_pieces)  # it would unroll the loop, anew for every length
 
 
 def is_positional(name):
@@ -197,7 +205,7 @@ def is_positional(name):
 
 
 def load_model(path, device="cpu"):
-    """Read a checkpoint of train.py (plain dicts and tensors) -> (GPT in eval mode on device, the checkpoint's dict).
+    """Read a checkpoint of train.py -> (GPT in eval mode on device, the dict that was saved).
 
     Raises ValueError, naming the file, if there is none, or it is truncated, or of something else.
     """
@@ -205,13 +213,18 @@ def load_model(path, device="cpu"):
         saved = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no checkpoint at {path}: train one with train.py --out_dir {Path(path).parent}")
-    except (RuntimeError, EOFError, OSError, ValueError, LookupError, pickle.UnpicklingError, zipfile.BadZipFile) as e:
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as e:
         raise ValueError(f"{path} is not a readable checkpoint ({first_line(e)})")
     try:
+        if not isinstance(saved, dict):
+            raise TypeError(f"it holds a {type(saved).__name__}")
         model = GPT(GPTConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
         model.n_ids = saved["vocab_size"]
-        saved["train_config"]["block_size"], saved["iter_num"], saved["encoding"]
+        for name in ("block_size", "data", "seed"):
+            saved["train_config"][name]
+        for name in ("iter_num", "encoding"):
+            saved[name]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as e:
         raise ValueError(f"{path} is not a checkpoint of this model ({first_line(e)})")
     return model.to(device).eval(), saved

@@ -29,16 +29,13 @@ except ImportError:          # on Windows nothing keeps two runs out of one fold
     fcntl = None
 
 PRESETS = {
-    "tiny": dict(
-        n_layer=4, n_head=2, n_embd=128, data="stdlib", block_size=256, batch_size=16, max_iters=1200,
-        learning_rate=3e-3, min_lr=3e-4, warmup_iters=50),
-    "small": dict(
-        n_layer=8, n_head=6, n_embd=384, data="stdlib", block_size=512, batch_size=32, max_iters=2000,
-        learning_rate=1e-3, min_lr=1e-4, warmup_iters=100),
-    "paper": dict(
-        n_layer=16, n_head=12, n_embd=768, data="openwebtext", block_size=512, batch_size=64,
-        gradient_accumulation_steps=16, max_tokens=3e9, eval_iters=100,
-        learning_rate=6e-4, min_lr=6e-5, warmup_iters=500),
+    "tiny": dict(n_layer=4, n_head=2, n_embd=128, data="stdlib", block_size=256, batch_size=16,
+                 max_iters=1200, learning_rate=3e-3, min_lr=3e-4, warmup_iters=50),
+    "small": dict(n_layer=8, n_head=6, n_embd=384, data="stdlib", block_size=512, batch_size=32,
+                  max_iters=2000, learning_rate=1e-3, min_lr=1e-4, warmup_iters=100),
+    "paper": dict(n_layer=16, n_head=12, n_embd=768, data="openwebtext", block_size=512, batch_size=64,
+                  gradient_accumulation_steps=16, max_tokens=3e9, eval_iters=100,
+                  learning_rate=6e-4, min_lr=6e-5, warmup_iters=500),
 }
 # Dense bfloat16 peak in TFLOP/s, from the data sheets, by the whole name torch.cuda.get_device_name gives
 # but for "NVIDIA ". A device of another name (a laptop, a slice of one) shows no MFU rather than a wrong one.
@@ -134,15 +131,13 @@ def parse_args(argv=None):
 
 def configs(values):
     """-> GPTConfig and TrainConfig with these values, defaults for the others."""
-    names = {cls: [f.name for f in fields(cls) if f.name in values] for cls in (GPTConfig, TrainConfig)}
-    return [cls(**{name: values[name] for name in names[cls]}) for cls in names]
+    def pick(cls):
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+    return pick(GPTConfig), pick(TrainConfig)
 
 
 def resumed_values(given, saved, ckpt):
-    """Values of the run that `saved` comes from, with flags given by hand on top.
-
-    Raises ValueError if it is no run of this version, or the flags ask for another model or seed.
-    """
+    """A checkpoint's values under the flags given. ValueError: a foreign one, another model or seed."""
     types = {"train_config": dict, "optimizer": dict, "iter_num": int, "best_val_loss": (float, type(None))}
     whole = all(isinstance(saved.get(name, ()), kind) for name, kind in types.items())
     if not whole or saved["train_config"].keys() != {f.name for f in fields(TrainConfig)}:
@@ -153,7 +148,7 @@ def resumed_values(given, saved, ckpt):
         if given.get(name, old[name]) != old[name]:
             raise ValueError(f"{ckpt} was trained with {name} {old[name]}, not {given[name]}: leave --{name} "
                              "out, or choose another --out_dir")
-    return old | given
+    return old | given | {"preset": old["preset"]}
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -219,11 +214,12 @@ def print0(*words, **how):
 
 def join_ranks(device):
     """Under torchrun: join the process group, with a GPU for each rank. -> device, rank, world size."""
-    device = pick_device(device)
     rank, world_size = ranks()
+    if world_size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    device = pick_device(device)
     if world_size > 1:
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
+        if "cuda" in device:
             torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
     return device, rank, world_size
@@ -259,10 +255,7 @@ def make_optimizer(model, config):
 
 
 def load_moments(optimizer, saved):
-    """Take AdamW's moments from its saved state_dict; its settings stay those of the configuration.
-
-    Raises ValueError where the moments are not those of the optimizer's parameters.
-    """
+    """Take AdamW's moments, not its settings, from a state_dict. ValueError: they do not fit the model."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
         for i, parameter in enumerate(parameters):
@@ -301,10 +294,7 @@ def mfu(model, block_size, tokens_per_second, name):
 # A run
 
 def open_log(out):
-    """A run's log. It belongs to this process as long as that lives, so that two runs cannot share a folder.
-
-    Raises ValueError if another process has it.
-    """
+    """A run's log, this process's own while it lives. ValueError: another run is using the folder."""
     if ranks()[0]:
         return open(os.devnull, "a+b", buffering=0)
     out.mkdir(parents=True, exist_ok=True)

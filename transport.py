@@ -1,25 +1,25 @@
-"""Positions as transport: every scheme of "Why Do Accumulated Transformations Extrapolate?" (arXiv 2606.24975).
+"""Positions as transport: the schemes of "Why Do Accumulated Transformations Extrapolate?", arXiv 2606.24975.
 
-    o_i = sum_j softmax_j( q_i . P_{j->i} k_j / sqrt(d) + b_j - b_i )  P_{j->i} v_j,      P_{j->i} = M_i M_{i-1} ... M_{j+1}
+    o_i = sum_j softmax_j( q_i . P_ji k_j / sqrt(d) + b_j - b_i )  P_ji v_j,    P_ji = M_i M_{i-1} ... M_{j+1}
 
-Every token t contributes an orthogonal step M_t. A key, and where the scheme says so a value, is carried along the path of
-tokens from its place j to the query's place i. Products telescope, P_{j->i} = C_i C_j^-1 with C_t = M_t C_{t-1}, so
+Every token t contributes an orthogonal step M_t. A key, and where the scheme says so a value, is carried by
+P_ji along the path of tokens from its place j to the query's place i. Products telescope: P_ji = C_i C_j^-1
+with C_t = M_t C_{t-1}. So attention is
 
     encode q, k (and v) by C_t^-1   ->   one causal softmax attention   ->   decode the output by C_i.
 
-A distance bias b is added to the logits. It may be any function of the key's place minus the same function of the query's,
-b_j - b_i; biases that are not such a difference, like T5's, do not fit here. This file needs torch alone: copy it, or any
-function of it. First reading: `accumulate`, `Rotation`, `attend`, then the modules and SCHEMES at the end.
+b is a distance bias: any function of the key's place minus the same function of the query's. (Biases that are
+not such a difference, like T5's, do not fit.) This file needs torch alone: copy it, or any function of it.
+Read first `accumulate`, `Rotation`, `attend`, and then, from the end, SCHEMES and the modules it names.
 
 Conventions (tested in test_all.py)
   path    from key j to query i is (j, i]: the key's own step is left out, the query's is in; P_{i->i} = I.
-          New steps multiply on the left.
   pairs   are half-split: channel c turns together with channel c + d/2 (Llama and GPT-NeoX checkpoints).
-  sign    is RoPE's: q, k and v are rotated by +phase, the output by -phase. RoPE is the case of a constant step,
+  sign    is RoPE's: q, k and v turn by +phase, the output by -phase. RoPE is the case of a constant step,
           ALiBi that of a constant forget gate, no positions (NoPE) that of a zero step.
-  shapes  q (B, H, T, d); k, v the same, or more positions (queries are then the last ones), or fewer heads (each serves
-          H / H_kv heads of q in a row); phases (B|1, H_kv|1, T, d/2) in radians; key biases (B|1, H|1, T).
-  norms   on q and k, if any, come before transport: a learnable gain after it would break the path law.
+  shapes  q (B, H, T, d); k, v the same, or of more positions (queries are then the last ones), or of fewer
+          heads (each serves H / H_kv heads of q in a row); key biases (B|1, H|1, T).
+  norms   of q and k, if any, come before transport: a learnable gain after it would break the path law.
 """
 import math
 from typing import NamedTuple
@@ -28,20 +28,20 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-SEGMENT = 768       # queries that biased attention and PaTH take at a time; CPU kernels take larger tiles from 768 on
+SEGMENT = 768       # queries that biased attention and PaTH take at a time; CPU kernels like 768 or more
 CHUNK = 64          # steps in a chunk of the UT transform
 NEVER = -2.0 ** 15  # a logit this far below the best of its row has no weight
-TINY = 1e-30        # PaTH's keys fade; what is smaller than this would make some CPUs ten times slower
+TINY = 1e-30        # PaTH's keys fade; numbers below this would make some CPUs ten times slower
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# First reading: rotations that accumulate, biases, and attention
+# -----------------------------------------------------------------------------------------------------------
+# First reading: rotations that accumulate, biases, attention
 
 def accumulate(steps, start=None, dtype=torch.float32):
     """Phase of every position: the running sum of step angles, wrapped to (-pi, pi].
 
-    steps (..., T, d/2) radians, any float dtype; start (..., 1, d/2): the phase before the first step, if it is not zero.
-    -> (..., T, d/2) in `dtype`. Sum and wrap are in float64: a float32 sum is off by up to 1e-2 rad at T = 65,536, and
+    steps (..., T, d/2) radians; start (..., 1, d/2): the phase before the first step, if it is not zero.
+    -> (..., T, d/2) in `dtype`. Sum and wrap are in float64: at T = 65,536 a float32 sum is off by 1e-2, and
     steps in bfloat16 are useless whatever the sum.
     """
     phase = steps.cumsum(-2, dtype=torch.float64)
@@ -52,10 +52,7 @@ def accumulate(steps, start=None, dtype=torch.float32):
 
 
 class Rotation:
-    """A transport that turns channel pairs (c, c + d/2) by a phase: RoPE with phase = accumulate(rope_steps(T, d)).
-
-    phase (B|1, H|1, T, d/2) radians. Like every transport it has `encode`, for q, k and v, and its inverse `decode`.
-    """
+    """A transport that turns channel pairs (c, c + d/2) by a phase (B|1, H|1, T, d/2), in radians."""
 
     def __init__(self, phase):
         self.phase, self.cos, self.sin = phase, phase.cos(), phase.sin()
@@ -70,22 +67,24 @@ class Rotation:
 
 
 def turn(x, cos, sin):
-    """Turn pairs of x (B, H, T, d) by angles whose cosines and sines are (B|1, H|1, T, d/2), in the wider dtype of the two."""
+    """Turn the pairs of x (B, H, T, d) by angles with these cosines and sines, in the wider of the dtypes."""
     B, H, T, d = x.shape
-    if cos.dim() != 4 or cos.size(0) not in (1, B) or cos.size(1) not in (1, H) or cos.shape[2:] != (T, d // 2) or d % 2:
-        raise ValueError(f"a phase for x {tuple(x.shape)} must be ({B}|1, {H}|1, {T}, {d}/2), got {tuple(cos.shape)}")
+    batch_fits = cos.dim() == 4 and cos.size(0) in (1, B) and cos.size(1) in (1, H)
+    if not batch_fits or cos.shape[2:] != (T, d // 2) or d % 2:
+        wanted = f"({B}|1, {H}|1, {T}, {d}/2)"
+        raise ValueError(f"x {tuple(x.shape)} needs a phase {wanted}, not {tuple(cos.shape)}")
 
     x1, x2 = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).to(x.dtype)
 
 
 def rotate(x, phase):
-    """Turn channel pairs of x (B, H, T, d) by phase (B|1, H|1, T, d/2): q and k of RoPE, with accumulate(rope_steps(T, d))."""
+    """RoPE on q or k, where phase = accumulate(rope_steps(T, d))[None, None]: x (B, H, T, d) -> the same."""
     return Rotation(phase).encode(x)
 
 
 def rope_steps(T, d, base=10000.0, device=None):
-    """RoPE as steps: the angles base^(-2c/d) at every position (Su et al., arXiv 2104.09864). -> (T, d/2) float64."""
+    """RoPE as steps: base^(-2c/d) at every position (Su et al., arXiv 2104.09864). -> (T, d/2) float64."""
     if d % 2:
         raise ValueError(f"rope_steps: the head dim must be even, got {d}")
     angles = base ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
@@ -93,8 +92,10 @@ def rope_steps(T, d, base=10000.0, device=None):
 
 
 def alibi_slopes(n_head, device=None):
-    """ALiBi's published slopes (Press et al., arXiv 2108.12409), (n_head,) float64: 2^(-8h/n) for a power of two n;
-    otherwise those of the power of two below, then every second one of the power of two above. Key bias: slope * place."""
+    """ALiBi's published slopes (Press et al., arXiv 2108.12409), (n_head,) float64. Key bias: slope * place.
+
+    2^(-8h/n) for a power of two n; else those of the power of two below, then every second one of that above.
+    """
     n = 2 ** int(math.log2(n_head))
     slopes = [2 ** (-8 * h / n) for h in range(1, n + 1)]
     slopes += [2 ** (-4 * h / n) for h in range(1, 2 * (n_head - n), 2)]
@@ -102,33 +103,31 @@ def alibi_slopes(n_head, device=None):
 
 
 def forget_bias(log_forget):
-    """Forget gates (Lin et al., arXiv 2503.02130) as a key bias: log f <= 0, (B, H, T) -> -cumsum(log f), float64."""
+    """Forget gates as a key bias (Lin et al., arXiv 2503.02130): log f, (B, H, T) -> (B, H, T) float64."""
     return -log_forget.cumsum(-1, dtype=torch.float64)
 
 
 def attend(q, k, v, transport=None, value_transport=None, key_bias=None, past=None):
-    """Causal attention with carried keys and values, in place of F.scaled_dot_product_attention(q, k, v, is_causal=True).
+    """Causal attention with carried keys and values, in place of F.scaled_dot_product_attention.
 
-    q (B, H, T, d), k and v (B, H_kv, T_k, d): with T < T_k the queries are the last T positions, and every head of k and v
-    serves H / H_kv heads of q. transport carries the keys, value_transport the values (the same object, another one, or none
-    if values stay); both are for the T_k positions of k. key_bias (B|1, H|1, T_k) is added to the logits after the
-    1/sqrt(d) scale: slope * place for ALiBi, `forget_bias` for forget gates, -inf or -1e9 to hide a padded key.
-    past: a dict, empty at first, that keeps encoded keys and values from call to call; k, v and transports are then those of
+    q (B, H, T, d); k, v (B, H_kv, T_k, d). With T < T_k the queries are the last positions; a head of k and v
+    serves H / H_kv heads of q. transport carries keys, value_transport values (the same object, another one,
+    or none), each for the T_k positions and H_kv heads of k. key_bias (B|1, H|1, T_k) is added to the logits
+    after the 1/sqrt(d) scale: slope * place for ALiBi, `forget_bias`, or -inf or -1e9 to hide padded keys.
+    past: a dict, empty at first, that keeps encoded keys and values; k, v and transports are then those of
     the new positions, key_bias that of all.
-    -> (B, H, T, d) in q's dtype; differentiable, float64 to bfloat16, memory linear in T_k. Raises ValueError on bad shapes
-    before `past` is touched.
+    -> (B, H, T, d) in q's dtype; differentiable, float64 to bfloat16, memory linear in T_k.
+    Raises ValueError on shapes that do not fit, before `past` is touched.
     """
     check_shapes(q, k, v, key_bias, past)
-    if hasattr(transport, "attend"):                        # PaTH has no single encode: see the second reading
+    if hasattr(transport, "attend"):                         # PaTH has no encode: see the second reading
         return transport.attend(q, k, v, value_transport, key_bias, past)
 
+    keys, values = k, v
     if transport is not None:
-        q, k_encoded = for_queries(transport.encode, q, k), transport.encode(k)
-    else:
-        k_encoded = k
-    v_encoded = v if value_transport is None else value_transport.encode(v)
-
-    keys, values = k_encoded, v_encoded
+        q, keys = for_queries(transport.encode, q, k), transport.encode(k)
+    if value_transport is not None:
+        values = value_transport.encode(v)
     if past is not None:
         keys, values = append(past, "k", keys, 2), append(past, "v", values, 2)
 
@@ -137,37 +136,32 @@ def attend(q, k, v, transport=None, value_transport=None, key_bias=None, past=No
     else:
         o = biased_attention(q, keys, values, key_bias)
 
-    return o if value_transport is None else for_queries(value_transport.decode, o, k)
+    if value_transport is not None:
+        o = for_queries(value_transport.decode, o, k)
+    return o
 
 
 def check_shapes(q, k, v, key_bias, past):
     """Raise ValueError unless the arguments of `attend` fit together."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ValueError(f"attend needs q (B, H, T, d) and k, v of one shape (B, H_kv, T_k, d), got {shapes}")
-    if q.size(0) != k.size(0) or q.size(3) != k.size(3) or q.size(1) % k.size(1):
-        raise ValueError(f"attend needs the same batch and head dim, and H a multiple of H_kv, got {shapes}")
-    if not 1 <= q.size(2) <= k.size(2):
-        raise ValueError(f"attend needs at least one query, and no more queries than keys, got {shapes}")
+    whole = q.dim() == k.dim() == 4 and k.shape == v.shape and 1 <= q.size(2) <= k.size(2)
+    if not whole or q.size(0) != k.size(0) or q.size(3) != k.size(3) or q.size(1) % k.size(1):
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        raise ValueError("attend needs q (B, H, T, d) and k, v (B, H_kv, T_k, d), T from 1 to T_k, "
+                         f"H a multiple of H_kv, not {shapes}")
 
-    old = past["k"].size(2) if past and "k" in past else 0
-    if old and (past["k"].shape[:2], past["k"].size(3)) != (k.shape[:2], k.size(3)):
-        raise ValueError(f"the keys of earlier calls are {tuple(past['k'].shape)}, they do not go on with {shapes}")
+    T_k = held(past) + k.size(2)
+    if held(past) and (past["k"].shape[:2], past["k"].size(3)) != (k.shape[:2], k.size(3)):
+        raise ValueError(f"keys {tuple(k.shape)} do not go on with the past's {tuple(past['k'].shape)}")
     if key_bias is not None:
-        fits = key_bias.dim() == 3 and key_bias.size(0) in (1, q.size(0)) and key_bias.size(1) in (1, q.size(1))
-        if not fits or key_bias.size(2) != old + k.size(2):
-            wanted = f"({q.size(0)}|1, {q.size(1)}|1, {old + k.size(2)})"
-            raise ValueError(f"key_bias must be {wanted} for {shapes}, got {tuple(key_bias.shape)}")
+        B, H = q.shape[:2]
+        fits = key_bias.dim() == 3 and key_bias.size(0) in (1, B) and key_bias.size(1) in (1, H)
+        if not fits or key_bias.size(2) != T_k:
+            raise ValueError(f"key_bias must be ({B}|1, {H}|1, {T_k}), not {tuple(key_bias.shape)}")
 
 
-def for_queries(f, x, k):
-    """f is the encode or decode of k's heads and positions: apply it to x, of the last positions or of more heads."""
-    missing, groups = k.size(2) - x.size(2), x.size(1) // k.size(1)
-    if missing == 0 and groups == 1:
-        return f(x)
-    x = F.pad(x, (0, 0, missing, 0)).unflatten(1, (k.size(1), groups))
-    x = torch.stack([f(head) for head in x.unbind(2)], dim=2)
-    return x.flatten(1, 2)[:, :, missing:]
+def held(past):
+    """The number of positions whose keys a past holds."""
+    return past["k"].size(2) if past and "k" in past else 0
 
 
 def append(past, name, new, dim):
@@ -176,97 +170,104 @@ def append(past, name, new, dim):
     return past[name]
 
 
+def for_queries(carry, x, k):
+    """carry: the encode or decode of k's positions and heads; x has the last of them, or groups of heads."""
+    missing, groups = k.size(2) - x.size(2), x.size(1) // k.size(1)
+    if missing == 0 and groups == 1:
+        return carry(x)
+    x = F.pad(x, (0, 0, missing, 0)).unflatten(1, (k.size(1), groups))
+    x = torch.stack([carry(head) for head in x.unbind(2)], dim=2)
+    return x.flatten(1, 2)[:, :, missing:]
+
+
 def softmax_attention(q, k, v, mask=None, causal=True, scale=None):
-    """The one call of F.scaled_dot_product_attention. With fewer queries than keys, they are the last ones.
+    """The one call of F.scaled_dot_product_attention; with fewer queries than keys, they are the last ones.
 
     mask (..., T, T_k) is added to the logits; causality is then its business.
     """
-    T, T_k = q.size(2), k.size(2)
-    is_causal, grouped = False, k.size(1) != q.size(1)
+    T, T_k, is_causal = q.size(2), k.size(2), False
     if causal and mask is None:
         if T == T_k:
             is_causal = True
-        elif T > 1:                                         # is_causal would align the first query with the first key
+        elif T > 1:                                          # is_causal would align the first positions
             mask = torch.ones(T, T_k, dtype=torch.bool, device=q.device).tril(T_k - T)
+    grouped = k.size(1) != q.size(1)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Biases, precise in every row. Softmax is blind to a constant per row, so a key bias is enough, and each row may have its own
-# zero. Here that is the largest bias the row sees: what has weight is then close to zero, however far the bias has run,
-# and no later token reaches an earlier row.
+# -----------------------------------------------------------------------------------------------------------
+# Attention with a key bias, precise in every row. Softmax is blind to a constant per row, so b_j alone would
+# be enough; but far along it is large, and float32 would lose the logits in it. Every row has its own zero
+# instead, the largest bias that it sees: what has weight is close to it, and no later token has a say in it.
 
 def biased_attention(q, k, v, key_bias):
-    """softmax_j(q_i . k_j / sqrt(d) + key_bias_j) v_j over j <= i; shapes as in `attend`, memory linear in T_k.
-
-    Logits that matter are right to 1e-5 in every row in float32.
-    """
+    """softmax_j(q_i . k_j / sqrt(d) + key_bias_j) v_j over j <= i; shapes as in `attend`."""
     dtype, kernel, groups = q.dtype, kernel_dtype(q, key_bias), q.size(1) // k.size(1)
     q, k, v = q.to(kernel), k.to(kernel), v.to(kernel)
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
-    bias = key_bias.double().clamp_min(-1e30)               # -inf - -inf would be no number
+    bias = key_bias.double().clamp_min(-1e30)                # -inf - -inf would be no number
     short = q.size(2) * k.size(2) <= SEGMENT ** 2
     o = masked_attention(q, k, v, bias) if short else segmented_attention(q, k, v, bias)
     return o.to(dtype)
 
 
 def kernel_dtype(q, key_bias):
-    """The dtype in which logits with a bias are made: float32 on CPU, where some bfloat16 kernels round logits, and for a bias
-    that is learned, since bfloat16 gradients cost a gate 5 to 13 %; else q's."""
+    """float32 on CPU, where some bfloat16 kernels round logits, and for a bias that is learned, since
+    bfloat16 gradients cost a gate 5 to 13 %; else q's dtype."""
     learned = key_bias is not None and key_bias.requires_grad
     return torch.promote_types(q.dtype, torch.float32) if learned or q.device.type == "cpu" else q.dtype
 
 
-def bias_mask(bias, best, rows, keys, dtype):
-    """bias_j - best_i for queries in rows and keys in keys (slices of positions), (B|1, H|1, rows, keys); -inf ahead of i."""
-    mask = (bias[..., None, keys] - best[..., rows, None]).to(dtype)
-    ahead = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1 + rows.start - keys.start)
-    return mask.masked_fill(ahead, -math.inf)
-
-
-def running_best(bias):
-    """The largest bias that each row sees, (..., T) -> (..., T): its zero. Softmax does not depend on it."""
+def row_zero(bias):
+    """The largest bias that each row sees, (..., T) -> (..., T)."""
     return bias.detach().cummax(-1).values
 
 
+def bias_mask(bias, zero, rows, keys, dtype):
+    """Bias of every pair, for slices of positions: (B|1, H|1, rows, keys), -inf ahead of the row."""
+    mask = (bias[..., None, keys] - zero[..., rows, None]).to(dtype)
+    ahead = torch.ones_like(mask[0, 0], dtype=torch.bool).triu(1 + rows.start - keys.start)
+    return mask.masked_fill(ahead, -math.inf)
+
+
 def masked_attention(q, k, v, bias):
-    """Short texts: the bias of every pair as a mask. Its gradient goes through an extra channel, which keeps kernels fused."""
+    """Short texts: the bias of every pair is a mask; its gradient takes a channel, so kernels stay fused."""
     d, T = q.size(-1), k.size(2)
-    mask = bias_mask(bias.detach(), running_best(bias), slice(T - q.size(2), T), slice(0, T), q.dtype)
+    mask = bias_mask(bias.detach(), row_zero(bias), slice(T - q.size(2), T), slice(0, T), q.dtype)
     if bias.requires_grad:
-        nothing = (bias - bias.detach()) * math.sqrt(d)     # adds zero to a logit, but takes its gradient
+        nothing = (bias - bias.detach()) * math.sqrt(d)      # adds zero to a logit, but takes its gradient
         channels = F.pad(nothing[..., None], (0, 7)).to(k.dtype).expand(*k.shape[:3], 8)
         q, k, v = F.pad(q, (0, 8), value=1.0), torch.cat((k, channels), dim=-1), F.pad(v, (0, 8))
     with torch.autocast(q.device.type, enabled=False):
         return softmax_attention(q, k, v, mask, scale=d ** -0.5)[..., :d]
 
 
-@torch.compiler.disable                                     # it would unroll the loop, anew for every length
+@torch.compiler.disable                                      # it would unroll the loop, anew for every length
 def segmented_attention(q, k, v, bias):
-    """Long texts: segments of queries, with explicit logits for the keys of the segment and one SDPA for those before it."""
+    """Long texts, by segments: logits of the segment's own keys are explicit, earlier keys go to SDPA."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    d, T = q.size(-1), k.size(2)
-    first, best, out = T - q.size(2), running_best(bias), []
-
+    d, T, zero, out = q.size(-1), k.size(2), row_zero(bias), []
+    first = T - q.size(2)
     with torch.autocast(q.device.type, enabled=False):
         for start in range(first, T, SEGMENT):
             near = slice(start, min(start + SEGMENT, T))
             rows = q[:, :, near.start - first:near.stop - first]
-            logits = rows.to(wide) @ (k[:, :, near].to(wide).mT * d ** -0.5) + bias_mask(bias, best, near, near, wide)
-            out.append(near_and_far(logits, v[:, :, near], rows, k[:, :, :start], v[:, :, :start], bias, best))
-
+            logits = rows.to(wide) @ (k[:, :, near].to(wide).mT * d ** -0.5)
+            logits = logits + bias_mask(bias, zero, near, near, wide)
+            far_k, far_v = k[:, :, :start], v[:, :, :start]
+            out.append(near_and_far(logits, v[:, :, near], rows, far_k, far_v, bias, zero))
     return torch.cat(out, dim=2)
 
 
-def near_and_far(logits, near_v, q, far_k, far_v, bias, best):
-    """One softmax over the keys of a segment, with known logits (B, H, S, S), and all keys before it. -> (B, H, S, d)
+def near_and_far(logits, near_v, q, far_k, far_v, bias, zero):
+    """One softmax over the keys of a segment, with known logits (B, H, S, S), and all keys before it.
 
-    q, near_v (B, H, S, d); far_k, far_v (B, H, start, d); bias and best (B|1, H|1, T) of all positions.
-    SDPA does not tell its normaliser, so the near keys take part in its call as one more key: its logit is their log-sum-exp,
-    its value marks an extra channel, and what arrives in that channel is the weight of the near part. That key comes last:
-    a kernel that meets the largest logit first computes weights of 1e-40 for far keys, which is slow on some CPUs.
+    q, near_v (B, H, S, d); far_k, far_v (B, H, start, d); bias, zero (B|1, H|1, T) -> (B, H, S, d). SDPA
+    does not tell its normaliser, so the near keys take part in its call as one more key: its logit is their
+    log-sum-exp, its value marks an extra channel, and what arrives there is the weight of the near part. It
+    stands last: met first, it would turn the weights of far keys into slow numbers like 1e-40.
     """
     (B, H, S, d), start, wide = q.shape, far_k.size(2), logits.dtype
     weights = logits.softmax(-1)
@@ -274,21 +275,21 @@ def near_and_far(logits, near_v, q, far_k, far_v, bias, best):
     if start == 0:
         return near.to(q.dtype)
 
-    zero = best[..., start - 1, None]                       # that of all far logits
-    lse = logits.amax(-1) - weights.amax(-1).log()          # cheaper than logsumexp, and as exact
-    near_logit = (lse + (best[..., start:start + S] - zero)).clamp(NEVER, -NEVER)
-    far_bias = (bias[..., :start] - zero).clamp_min(NEVER)
-    n = 8 if wide == torch.float64 else 4                   # four digits are right to 2^-32, and keep head dims even in 8s
+    far_zero = zero[..., start - 1, None]
+    lse = logits.amax(-1) - weights.amax(-1).log()           # cheaper than logsumexp, and as exact
+    near_logit = (lse + (zero[..., start:start + S] - far_zero)).clamp(NEVER, -NEVER)
+    far_bias = (bias[..., :start] - far_zero).clamp_min(NEVER)
+    n = 8 if wide == torch.float64 else 4
     e, near_digits = digits(near_logit, d, n)
     e, far_digits = digits(far_bias, d, n)
 
     # channels: the head dim, n for the logit of the near keys, n for the bias of the far ones
     queries = torch.cat((q, near_digits.to(q.dtype), q.new_full((B, H, S, n), e)), dim=-1)
     keys = q.new_zeros(B, H, start + 1, d + 2 * n)
-    values = torch.zeros_like(keys)
     keys[:, :, :start, :d] = far_k
     keys[:, :, :start, d + n:] = far_digits
     keys[:, :, start, d:d + n] = e
+    values = torch.zeros_like(keys)
     values[:, :, :start, :d] = far_v
     values[:, :, start, d] = 1
 
@@ -297,11 +298,11 @@ def near_and_far(logits, near_v, q, far_k, far_v, bias, best):
 
 
 def digits(logit, d, n):
-    """Write a logit as n channels: -> e, parts (..., n) with e * sum(parts) / sqrt(d) = logit, for q . k / sqrt(d).
+    """Write a logit as n channels: -> e, parts (..., n) with e * sum(parts) / sqrt(d) = logit.
 
-    logit (...) float64. The parts are digits in base 256 that bfloat16 holds exactly, so no cast can hurt. They are taken
-    with round() on a grid of its own for every element: `.to(bfloat16)` would be dropped by torch.compile and leave errors up
-    to 1e3. The gradient goes through the first part.
+    logit (...) float64. The parts are digits in base 256, which bfloat16 holds exactly, so no cast can hurt;
+    four are right to 2^-32. round() takes them, on a grid for each element: `.to(bfloat16)` would be dropped
+    by torch.compile and leave errors up to 1e3. The gradient goes through the first part.
     """
     e = 2.0 ** round(math.log2(math.sqrt(d)))
     z = logit * (math.sqrt(d) / e)
@@ -314,57 +315,54 @@ def digits(logit, d, n):
     return e, torch.stack(parts, dim=-1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Second reading: steps that do not commute, H_t = I - beta_t w_t w_t^T. Products of many are taken chunk by chunk.
+# -----------------------------------------------------------------------------------------------------------
+# Second reading: steps that do not commute, H_t = I - beta_t w_t w_t^T. Many are multiplied chunk by chunk.
 
 def ut_transform(w, beta):
-    """Products of H_t = I - beta_t w_t w_t^T within chunks: H_i ... H_1 = I - W[:i]^T X[:i, :i] W[:i] for every i of a chunk.
+    """Products within chunks of steps: H_i ... H_1 = I - W[:i]^T X[:i, :i] W[:i] for every i of a chunk.
 
-    w (B, H, T, d), beta (B, H, T) -> W (B, H, N, c, d), X (B, H, N, c, c) lower triangular; the last chunk is filled up with
-    identity steps (w = 0). (Compact WY form: Bischof & Van Loan 1987; Yang et al., arXiv 2406.06484.) Needs float32 or
-    float64: bfloat16 breaks the solve.
+    w (B, H, T, d), beta (B, H, T) -> W (B, H, N, c, d), X (B, H, N, c, c) lower triangular; the last chunk is
+    filled up with identity steps (w = 0). Float32 or float64: bfloat16 breaks the solve. (Compact WY form:
+    Bischof & Van Loan 1987; Yang et al., arXiv 2406.06484.)
     """
-    W, b = chunks(w), chunks(beta)
+    W, b = in_chunks(w), in_chunks(beta)
     L = (b[..., None] * W @ W.mT).tril(-1)
     return W, torch.linalg.solve_triangular(L, b.diag_embed(), upper=False, unitriangular=True)
 
 
-def chunks(x):
+def in_chunks(x):
     """(B, H, T, ...) -> (B, H, N, c, ...), c = CHUNK or less, zeros at the end."""
-    T = x.size(2)
-    size = min(CHUNK, T)
-    x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, -T % size))
+    size = min(CHUNK, x.size(2))
+    x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, -x.size(2) % size))
     return x.unflatten(2, (-1, size))
 
 
 class Reflections:
     """The transport of accumulated exact reflections H_t = I - 2 w_t w_t^T / |w_t|^2.
 
-    w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): the product of earlier steps.
-    Products over chunks are in float64: after 65,536 steps C is then orthogonal to 1e-13, against 1e-4 in float32; what a chunk
-    adds is applied in float32 (float64 for float64 w). beta = 2 / |w|^2 belongs to the graph: with beta = 2 and w normalised
-    outside it gradients are wrong, since C^T = C^-1 holds on the sphere only.
+    w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): product of earlier steps.
+    Products over chunks are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. The factor
+    2 / |w|^2 belongs to the graph: with w normalised outside, gradients would be wrong, since C^T = C^-1
+    holds on the sphere only.
     """
 
     def __init__(self, w, start=None):
-        dtype, (B, H, T, d) = torch.promote_types(w.dtype, torch.float32), w.shape
-        w = w.double()
+        dtype, (B, H, _, d), w = torch.promote_types(w.dtype, torch.float32), w.shape, w.double()
         norm = w.square().sum(-1)
         beta = torch.where(norm > 0, 2 / torch.where(norm > 0, norm, 1), 0)
         W, X = ut_transform(w, beta)
-        XW = X @ W                                          # (B, H, N, c, d)
+        XW = X @ W                                           # (B, H, N, c, d)
 
         C = torch.eye(d, dtype=w.dtype, device=w.device).expand(B, H, d, d) if start is None else start
-        products = []                                       # C at the start of every chunk
+        products = []                                        # C at the start of every chunk
         for n in range(W.size(2)):
             products.append(C)
             C = C - W[:, :, n].mT @ (XW[:, :, n] @ C)
-
         self.W, self.XW, self.end = W.to(dtype), XW.to(dtype), C
-        self.C = torch.stack(products, dim=2).to(dtype)     # (B, H, N, d, d)
+        self.C = torch.stack(products, dim=2).to(dtype)      # (B, H, N, d, d)
 
     def encode(self, x):
-        """x_t -> C_t^-1 x_t = C_t^T x_t, (B, H, T, d) in x's dtype: to the chunk's start, then to the beginning."""
+        """x_t -> C_t^-1 x_t = C_t^T x_t, (B, H, T, d): to the chunk's start, then to the beginning."""
         y = self.chunks_of(x)
         y = (y - (y @ self.W.mT).tril() @ self.XW) @ self.C
         return y.flatten(2, 3)[:, :, :x.size(2)].to(x.dtype)
@@ -376,52 +374,60 @@ class Reflections:
         return y.flatten(2, 3)[:, :, :o.size(2)].to(o.dtype)
 
     def chunks_of(self, x):
-        y = chunks(x.to(self.W.dtype))
-        if y.shape[2:] != self.W.shape[2:] or y.size(0) != self.W.size(0) or y.size(1) != self.W.size(1):
+        y = in_chunks(x.to(self.W.dtype))
+        if y.shape != self.W.shape:
             raise ValueError(f"reflections {tuple(self.W.flatten(2, 3).shape)} do not fit {tuple(x.shape)}")
         return y
 
 
 class Path(NamedTuple):
-    """PaTH's steps I - beta w w^T (Yang et al., arXiv 2505.16381), in the place of a transport: w (B, H, T, d) unit vectors,
-    beta (B, H, T) in (0, 2). They are not orthogonal: C_t grows singular (1e-15 after 256 random steps), so no encode."""
+    """PaTH's steps I - beta w w^T (Yang et al., arXiv 2505.16381), in the place of a transport.
+
+    w (B, H, T, d) unit vectors, beta (B, H, T) in (0, 2). They are not orthogonal: C_t grows singular, 1e-15
+    after 256 random steps, so C_j^-1 k_j cannot be had, and there is no encode.
+    """
     w: torch.Tensor
     beta: torch.Tensor
 
     def attend(self, q, k, v, value_transport, key_bias, past):
         if value_transport is not None or q.shape != k.shape:
-            raise ValueError(f"PaTH carries no values and takes q, k of one shape, got {tuple(q.shape)}, {tuple(k.shape)}")
+            raise ValueError(f"PaTH carries keys alone, for q and k of one shape, not {tuple(q.shape)} and "
+                             f"{tuple(k.shape)}")
         return path_attention(q, k, v, self.w, self.beta, key_bias, past)
 
 
 def path_attention(q, k, v, w, beta, key_bias=None, past=None):
     """PaTH attention: logits q_i . H_i ... H_{j+1} k_j / sqrt(d) + key_bias_j, H_t = I - beta_t w_t w_t^T.
 
-    q, k, v (B, H, T, d), w (B, H, T, d) unit vectors, beta (B, H, T) in (0, 2) -> (B, H, T, d); values are not carried.
-    key_bias and past as in `attend`; fla's kernel adds a gate before the 1/sqrt(d) scale, this and FoX after it.
-    Segment by segment: keys of the segment have explicit logits; all earlier ones have been carried to its start, where one
-    SDPA meets the queries, carried back. Transport is in float32 (float64 for float64 input), autocast or not.
+    q, k, v (B, H, T, d), w (B, H, T, d) unit vectors, beta (B, H, T) in (0, 2) -> (B, H, T, d); values stay.
+    key_bias and past as in `attend`. (fla's kernel adds a gate before the 1/sqrt(d) scale, this and FoX
+    after it.) By segments: its own keys have explicit logits; earlier ones have been carried to its start,
+    where one SDPA meets the queries, carried back. In float32, float64 for float64 input, whatever autocast
+    says.
     """
     if w.shape != q.shape or beta.shape != q.shape[:3] or not q.size(2):
-        raise ValueError(f"path_attention: w {tuple(w.shape)} and beta {tuple(beta.shape)} do not fit q {tuple(q.shape)}")
+        raise ValueError(f"w {tuple(w.shape)} and beta {tuple(beta.shape)} do not fit q {tuple(q.shape)}")
     check_shapes(q, k, v, key_bias, past)
     dtype, kernel, wide = q.dtype, kernel_dtype(q, key_bias), torch.promote_types(q.dtype, torch.float32)
-    (B, H, T, d), old, out = q.shape, past["k"].size(2) if past and "k" in past else 0, []
+    old, T, scale, out = held(past), q.size(2), q.size(3) ** -0.5, []
 
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, w, beta = q.to(wide), k.to(wide), v.to(wide), w.to(wide), beta.to(wide)
-        bias = q.new_zeros(1, 1, old + T).double() if key_bias is None else key_bias.double().clamp_min(-1e30)
-        best = running_best(bias)
-        keys = past["k"] if old else k[:, :, :0]            # those before the segment, carried to its start
-        v = append(past, "v", v, 2) if past is not None else v
+        bias = q.new_zeros(1, 1, old + T) if key_bias is None else key_bias
+        bias = bias.double().clamp_min(-1e30)
+        zero = row_zero(bias)
+        keys = past["k"] if old else k[:, :, :0]             # those before the segment, carried to its start
+        if past is not None:
+            v = append(past, "v", v, 2)
 
         for start in range(0, T, SEGMENT):
-            now = slice(start, min(start + SEGMENT, T))
-            near = slice(old + now.start, old + now.stop)
-            logits, q_start, k_end, product = path_segment(q[:, :, now], k[:, :, now], w[:, :, now], beta[:, :, now])
-            logits = logits * d ** -0.5 + bias_mask(bias, best, near, near, wide)
+            now = slice(start, min(start + SEGMENT, T))      # of the new tokens
+            near = slice(old + now.start, old + now.stop)    # of all
+            steps = w[:, :, now], beta[:, :, now]
+            logits, q_start, k_end, product = path_segment(q[:, :, now], k[:, :, now], *steps)
+            logits = logits * scale + bias_mask(bias, zero, near, near, wide)
             far_v = v[:, :, :near.start]
-            out.append(near_and_far(logits, v[:, :, near], q_start.to(kernel), keys, far_v, bias, best))
+            out.append(near_and_far(logits, v[:, :, near], q_start.to(kernel), keys, far_v, bias, zero))
             keys = torch.cat((F.hardshrink(keys @ product, TINY), k_end), dim=2)
 
         if past is not None:
@@ -430,19 +436,19 @@ def path_attention(q, k, v, w, beta, key_bias=None, past=None):
 
 
 def path_segment(q, k, w, beta):
-    """Steps within a segment of S tokens, chunk by chunk. q, k, w (B, H, S, d), beta (B, H, S) ->
+    """The steps within a segment, from chunk to chunk. q, k, w (B, H, S, d), beta (B, H, S) ->
 
     logits  (B, H, S, S)   q_i . H_i ... H_{j+1} k_j for j <= i, zero ahead
-    q_start (B, H, S, d)   queries carried back to the segment's start: their product with a key there is its logit
+    q_start (B, H, S, d)   queries carried back to the segment's start: times a key there, they give its logit
     k_end   (B, H, S, d)   keys carried on to the segment's end
-    product (B, H, d, d)   takes keys, as rows, from the segment's start to its end
+    product (B, H, d, d)   carries keys, as rows, from the segment's start to its end
     """
     S = q.size(2)
     W, X = ut_transform(w, beta)
-    q, k = chunks(q), chunks(k)                             # (B, H, N, c, d)
-    size = q.size(3)
+    q, k = in_chunks(q), in_chunks(k)                        # (B, H, N, c, d)
+    N, c = q.shape[2:4]
 
-    # inside a chunk: logits, queries at its start, keys at its end, and its product A = H_1 ... H_c for keys as rows
+    # inside a chunk: logits, queries at its start, keys at its end, and its product A = H_1 ... H_c for rows
     QWX, WK = (q @ W.mT).tril() @ X, (W @ k.mT).tril(-1)
     own = (q @ k.mT - QWX @ WK).tril()
     q = q - QWX @ W
@@ -450,28 +456,29 @@ def path_segment(q, k, w, beta):
     A = torch.eye(q.size(-1), dtype=q.dtype, device=q.device) - W.mT @ X.mT @ W
 
     # from chunk to chunk: keys so far are carried on, queries back
-    keys, product, rows, q_start = k[:, :, 0, :0], None, [], []
-    for n in range(W.size(2)):
+    keys, q_start, product = k[:, :, 0], [q[:, :, 0]], A[:, :, 0]
+    rows = [F.pad(own[:, :, 0], (0, (N - 1) * c))]
+    for n in range(1, N):
         row = torch.cat((q[:, :, n] @ keys.mT, own[:, :, n]), dim=-1)
-        rows.append(F.pad(row, (0, (W.size(2) - n - 1) * size)))
-        q_start.append(q[:, :, n] if product is None else q[:, :, n] @ product.mT)
+        rows.append(F.pad(row, (0, (N - 1 - n) * c)))
+        q_start.append(q[:, :, n] @ product.mT)
         keys = torch.cat((keys @ A[:, :, n], k[:, :, n]), dim=2)
-        product = A[:, :, n] if product is None else product @ A[:, :, n]
+        product = product @ A[:, :, n]
 
     logits, q_start = torch.cat(rows, dim=2), torch.cat(q_start, dim=2)
     return logits[:, :, :S, :S], q_start[:, :, :S], keys[:, :, :S], product
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The schemes. A step source turns token ids and a layer's input into a transport, a bias module turns them into a key bias.
-# A new scheme is one class of either kind and one row of SCHEMES.
+# -----------------------------------------------------------------------------------------------------------
+# The schemes: modules that turn token ids and a layer's input into a transport, or into a key bias. A new
+# scheme is one such class and one row of SCHEMES.
 #
-# forward(idx, x, past): idx (B, T) token ids; x (B, T, C) the layer's normalised input, or the token embeddings for a `shared`
-# module, which all layers share; float32 or wider. past: a dict that keeps what the next call goes on from.
-# Constructors take a config with n_head, n_embd, vocab_size, sigma, rope_base.
+# forward(idx, x, past): idx (B, T) token ids; x (B, T, C) the layer's normalised input, or the token
+# embeddings for a `shared` module, which all layers have in common; float32 or wider. past: a dict in which
+# to keep what the next call goes on from. The config has n_head, n_embd, vocab_size, sigma, rope_base.
 
 class Angles(nn.Module):
-    """Steps that turn channel pairs. A subclass gives `steps(idx, x, past)`: angles (B|1, T, H|1, d/2), radians."""
+    """Steps that turn channel pairs: a subclass gives the angles by `steps`, (B|1, T, H|1, d/2), radians."""
     shared = True
 
     def __init__(self, config):
@@ -497,7 +504,7 @@ class ConstantAngles(Angles):
 
 
 def random_angles(config):
-    """N(0, sigma^2) angles per token id, head and pair, (vocab_size, H * d/2). They come from a generator of their own, which
+    """N(0, sigma^2) per token id, head and pair, (vocab_size, H * d/2), from a generator of their own that
     torch.manual_seed determines: every rank, and every scheme with a table, draws the same."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     return config.sigma * torch.randn(config.vocab_size, config.n_embd // 2, generator=generator)
@@ -506,8 +513,8 @@ def random_angles(config):
 class RandomAngles(Angles):
     def __init__(self, config):
         super().__init__(config)
-        bits = random_angles(config).view(torch.int32)      # model.to(bfloat16) rounds buffers of floats, not of integers
-        self.register_buffer("bits", bits)
+        # as integers, since model.to(bfloat16) rounds buffers of floats
+        self.register_buffer("bits", random_angles(config).view(torch.int32))
 
     def steps(self, idx, x, past):
         return F.embedding(idx, self.bits.view(torch.float32)).unflatten(-1, (self.n_head, -1))
@@ -530,14 +537,14 @@ class HiddenAngles(Angles):
         self.sigma, self.angle = config.sigma, nn.Linear(config.n_embd, config.n_embd // 2, bias=False)
 
     def init_weights(self):
-        nn.init.normal_(self.angle.weight, std=1 / math.sqrt(self.angle.in_features))   # of unit RMS, as inputs are
+        nn.init.normal_(self.angle.weight, std=1 / math.sqrt(self.angle.in_features))   # for unit RMS
 
     def steps(self, idx, x, past):
         return (self.sigma * linear(self.angle, x)).unflatten(-1, (self.n_head, -1))
 
 
 class HiddenVectors(nn.Module):
-    """The vectors w of reflections as PaTH makes them from a layer's input: low rank, short causal convolution, SiLU."""
+    """Vectors w as PaTH makes them from a layer's input: low rank, short causal convolution, SiLU."""
     RANK, TAPS = 32, 3
 
     def __init__(self, config):
@@ -620,31 +627,32 @@ def linear(layer, x):
 
 class Scheme(NamedTuple):
     kind: str       # "rotation" or "bias"
-    module: type    # step source or bias; None: the identity step
+    module: type    # of the classes above; None: the identity step
     values: bool    # are values carried too?
     about: str
 
 
 SCHEMES = {
-    "nope":            Scheme("rotation", None, False, "identity step: no positions (control)"),
-    "rope":            Scheme("rotation", ConstantAngles, False, "constant angle per pair (the baseline)"),
-    "rope_qkv":        Scheme("rotation", ConstantAngles, True, "constant angle per pair, values too (control)"),
-    "random_qk":       Scheme("rotation", RandomAngles, False, "frozen random angle per token id and pair"),
-    "random_qkv":      Scheme("rotation", RandomAngles, True, "frozen random angle per token id and pair, values too"),
-    "accum_qk":        Scheme("rotation", LearnedAngles, False, "learned angle per token id and pair"),
-    "accum_qkv":       Scheme("rotation", LearnedAngles, True, "learned angle per token id and pair, values too"),
-    "hidden_qk":       Scheme("rotation", HiddenAngles, False, "learned angle from the layer's input"),
-    "hidden_qkv":      Scheme("rotation", HiddenAngles, True, "learned angle from the layer's input, values too"),
-    "householder_qk":  Scheme("rotation", HiddenReflections, False, "exact reflection, its vector from the layer's input"),
-    "householder_qkv": Scheme("rotation", HiddenReflections, True, "exact reflection from the layer's input, values too"),
-    "path":            Scheme("rotation", PathSteps, False, "PaTH: I - beta ww', w and beta from the layer's input"),
-    "alibi":           Scheme("bias", Alibi, False, "key bias slope_h * j (explicit far-mass control)"),
-    "fox":             Scheme("bias", ForgetGate, False, "Forgetting Transformer: key bias -cumsum(log f)"),
+    "nope": Scheme("rotation", None, False, "identity step: no positions (control)"),
+    "rope": Scheme("rotation", ConstantAngles, False, "constant angle per pair (the baseline)"),
+    "rope_qkv": Scheme("rotation", ConstantAngles, True, "constant angle per pair, values too (control)"),
+    "random_qk": Scheme("rotation", RandomAngles, False, "frozen random angle per token id and pair"),
+    "random_qkv": Scheme("rotation", RandomAngles, True, "frozen random angles, values too"),
+    "accum_qk": Scheme("rotation", LearnedAngles, False, "learned angle per token id and pair"),
+    "accum_qkv": Scheme("rotation", LearnedAngles, True, "learned angles per token id, values too"),
+    "hidden_qk": Scheme("rotation", HiddenAngles, False, "learned angle from the layer's input"),
+    "hidden_qkv": Scheme("rotation", HiddenAngles, True, "learned angles from the layer's input, values too"),
+    "householder_qk": Scheme("rotation", HiddenReflections, False, "exact reflection from the layer's input"),
+    "householder_qkv": Scheme("rotation", HiddenReflections, True, "exact reflections, values too"),
+    "path": Scheme("rotation", PathSteps, False, "PaTH: I - beta ww', from the layer's input"),
+    "alibi": Scheme("bias", Alibi, False, "key bias slope_h * j (explicit far-mass control)"),
+    "fox": Scheme("bias", ForgetGate, False, "Forgetting Transformer: key bias -cumsum(log f)"),
 }
 
 
 def parse(pos):
-    """Split a scheme name `ROTATION`, `BIAS` or `ROTATION+BIAS` into (rotation, bias); bias is None where there is none.
+    """Split a scheme name `ROTATION`, `BIAS` or `ROTATION+BIAS` into (rotation, bias); bias is None where
+    there is none.
 
     Raises ValueError with the list of schemes for any other name.
     """
@@ -657,12 +665,13 @@ def parse(pos):
     rotation, _, bias = pos.partition("+")
     if rotation in rotations and bias in biases:
         return rotation, bias
-    raise ValueError(f"unknown scheme '{pos}'; rotations: {', '.join(rotations)}; biases: {', '.join(biases)}; "
-                     "'+' joins a rotation and a bias, as in accum_qkv+alibi")
+    raise ValueError(f"unknown scheme '{pos}'; rotations: {', '.join(rotations)}; "
+                     f"biases: {', '.join(biases)}; '+' joins the two, as in accum_qkv+alibi")
 
 
 class Transport(nn.Module):
-    """What a scheme gives to attention. With shared=True the part that all layers share, else the part that a layer owns."""
+    """What a scheme gives to attention. With shared=True the part that all layers share, else the part that
+    a layer owns."""
 
     def __init__(self, config, shared):
         super().__init__()
@@ -675,7 +684,8 @@ class Transport(nn.Module):
         return module(config) if module is not None and module.shared == shared else None
 
     def forward(self, idx, x, past=None, shared=(None, None)):
-        """idx (B, T), x (B, T, C), shared from the shared part -> (transport or None, key bias (B|1, H, T) or None)."""
+        """idx (B, T), x (B, T, C), shared from the shared part -> (transport or None, key bias (B|1, H, T)
+        or None)."""
         transport, key_bias = shared
         past = {} if past is None else past
         with torch.autocast(x.device.type, enabled=False):  # steps and gates are never bfloat16
