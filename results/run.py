@@ -74,8 +74,8 @@ def load(table):
     results = [json.loads(path.read_text()) for path in paths]
     for path, result in zip(paths, results):
         for key in ("text", "unit", "train_context"):
-            if result.get(key) != results[0].get(key):
-                raise ValueError(f"{path} differs in {key}: make the table again")
+            if key not in result or result[key] != results[0][key]:
+                raise ValueError(f"{path} differs in {key}: make it again with python results/run.py {table}")
     return results
 
 
