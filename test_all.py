@@ -2056,412 +2056,260 @@ def test_train_refuses_bad_input(corpus, tmp_path, capsys):
 
 class Stub(torch.nn.Module):
     """A model whose loss is a function of the target token alone, from `longer_than` tokens on not finite."""
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=64)
+
     def __init__(self, loss_of_token, longer_than=math.inf):
         super().__init__()
         self.table, self.longer_than = torch.nn.Parameter(loss_of_token), longer_than
-        self.config = GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=64)
-
-    def num_params(self):
-        return 64, 0
 
     def nll(self, x, y):
-        assert x.shape == y.shape and torch.equal(x[:, 1:], y[:, :-1])
+        assert torch.equal(x[:, 1:], y[:, :-1])
         return self.table[y] / (x.size(1) <= self.longer_than)
 
 
-def run_eval(run, monkeypatch, stub, corpus, *flags, encoding="bytes", block_size=32, iter_num=5):
+LOSSES = torch.rand(64, generator=torch.Generator().manual_seed(0)) * 3 + 0.5
+
+
+def run_eval(run, monkeypatch, stub, corpus, *flags):
+    """-> exit status, extrapolate.json."""
     run.mkdir(exist_ok=True)
-    (run / "ckpt.pt").write_text(f"checkpoint {iter_num}")
-    train_config = {"block_size": block_size, "data": str(corpus), "seed": 1}
-    saved = {"iter_num": iter_num, "train_config": train_config, "encoding": encoding, "vocab_size": 64}
+    (run / "ckpt.pt").write_text(str(stub.table))
+    train_config = {"block_size": 32, "data": str(corpus)}
+    saved = {"iter_num": 5, "train_config": train_config, "encoding": "bytes", "vocab_size": 64}
     monkeypatch.setattr(eval_extrapolate, "load_model", lambda path, device: (stub, saved))
-    eval_extrapolate.main([str(run), *map(str, flags)])
-    return json.loads((run / "extrapolate.json").read_text())
+    status = eval_extrapolate.main([str(run), "--stretches", "3", *flags])
+    return status, json.loads((run / "extrapolate.json").read_text(), parse_constant=pytest.fail)
 
 
-def loss_table():
-    return torch.rand(64, generator=torch.Generator().manual_seed(0)) * 3 + 0.5
-
-
-by_context = eval_extrapolate.by_context
+def rows_of(result, protocol):
+    return {row["context"]: row for row in result["rows"] if row["protocol"] == protocol}
 
 
 def test_a_model_without_context_scores_the_same_at_every_length(corpus, tmp_path, monkeypatch):
     """On lengths below the training context, too, and on one that does not divide the longest."""
-    stub = Stub(loss_table())
-    flags = "--lengths", "8,20,32,64,...,4096", "--stretches", 16
-    result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, *flags)
-    last, window = by_context(result, "last"), by_context(result, "window")
-    for rows, tokens in ((last, 2 * 32), (window, 2 * 4096)):                # 9,000 tokens hold two stretches
+    flags = "--lengths", "8,20,32,64,...,4096"
+    _, result = run_eval(tmp_path / "r", monkeypatch, Stub(LOSSES), corpus, *flags)
+    val = np.fromfile(corpus / "val.bin", np.uint16)
+    loss = LOSSES.numpy()[np.stack((val[1:4097], val[-4096:]))]              # 9,000 tokens hold two stretches
+    for protocol, targets in (("last", 32), ("window", 4096)):
+        rows = rows_of(result, protocol)
         assert list(rows) == [8, 20, 32, 64, 128, 256, 512, 1024, 2048, 4096]
-        assert {r["nll"] for r in rows.values()} == {rows[32]["nll"]}
-        assert {r["ratio"] for r in rows.values()} == {1.0}
-        assert {r["tokens"] for r in rows.values()} == {tokens}
-        assert rows[4096]["log_ratio_stderr"] == 0 and rows[4096]["stderr"] > 0
-    val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
-    loss = stub.table[torch.stack((val[1:4097], val[-4096:]))].double()      # the first and the last stretch
-    assert abs(window[4096]["nll"] - loss.mean().item()) < 1e-6
-    assert abs(last[4096]["nll"] - loss[:, -32:].mean().item()) < 1e-6
-    assert last[64]["stretch_nll"] == pytest.approx(loss[:, -32:].mean(1).tolist(), abs=1e-6)
+        for row in rows.values():
+            assert (row["ratio"], row["ratio_stderr"], row["tokens"]) == (1, 0, 2 * targets)
+            assert row["stretch_nll"] == pytest.approx(loss[:, -targets:].mean(1), abs=1e-6)
 
 
-def test_targets_are_the_same_tokens_with_more_context():
-    stretches = np.stack([np.arange(start, start + 401) for start in (10, 500)]).astype(np.uint16) % 64
-    calls, same = [], stretches[:, 1:]
-
-    class Positions(Stub):
-        def nll(self, x, y):
-            calls.append(x)
-            return y.double()                                                # the "loss" is the token itself
-    for length in (1, 5, 32, 33, 100, 399, 400):
-        calls.clear()
-        nll = eval_extrapolate.stretch_nll(Positions(loss_table()), stretches, length)
-        assert (nll == same).all(), length
-        ends = {int(row[-1]) for x in calls for row in x if len(row) == length}
-        assert set(stretches[:, -2]) <= ends                                 # a window ends with each stretch
+@pytest.mark.parametrize("length", [1, 5, 32, 33, 100, 399, 400])
+@pytest.mark.parametrize("at_once", [1, 10 ** 6])
+def test_targets_are_the_same_tokens_with_more_context(length, at_once, monkeypatch):
+    """However long the windows are, and however many are read at once."""
+    monkeypatch.setattr(eval_extrapolate, "TOKENS_AT_ONCE", at_once)
+    stretch, calls, stub = ids(1, 401)[0], [], Stub(torch.arange(64.0))      # the "loss" is the token itself
+    monkeypatch.setattr(Stub, "nll", lambda self, x, y: calls.append(x) or self.table[y])
+    nll = eval_extrapolate.stretch_nll(stub, stretch.numpy(), length)
+    assert torch.equal(nll.long(), stretch[1:])
+    assert torch.equal(calls[-1][-1], stretch[-1 - length:-1])               # the last one ends the stretch
 
 
 def test_averages_are_over_tokens_and_errors_over_stretches():
-    rng = np.random.default_rng(0)
-    nll, base = rng.normal(size=(2, 100, 10)).astype(np.float32)
-    row = eval_extrapolate.summary(nll, base)
-    assert row["nll"] == pytest.approx(nll.mean(), abs=1e-6)
-    assert row["ppl"] == pytest.approx(math.exp(nll.mean()))
-    assert row["stderr"] == pytest.approx(nll.mean(1).std(ddof=1) / 10, rel=1e-5)
-    assert row["log_ratio_stderr"] == pytest.approx((nll - base).mean(1).std(ddof=1) / 10, rel=1e-5)
-    assert row["ratio"] == pytest.approx(math.exp((nll - base).mean()), rel=1e-5)
-    blocks = np.repeat(rng.normal(size=(4, 1)), 1000, axis=1)                # tokens of a stretch go together
-    error = blocks[:, 0].std(ddof=1) / 2
-    assert eval_extrapolate.summary(blocks, 0 * blocks)["stderr"] == pytest.approx(error)
-    one = eval_extrapolate.summary(nll[:1], base[:1])
-    assert one["stderr"] is None and one["log_ratio_stderr"] is None and one["ratio"] > 0
-    uniform = np.full((1, 10), math.log(256))
-    assert eval_extrapolate.summary(uniform, uniform)["ppl"] == pytest.approx(256)
-
-
-def test_batching_does_not_change_the_numbers(monkeypatch):
-    windows, model = ids(5, 66).numpy(), tiny("accum_qkv+alibi").eval()
-    rows = []
-    for size in (1, 130, 10 ** 6):
-        monkeypatch.setattr(eval_extrapolate, "TOKENS_AT_ONCE", size)
-        rows.append(eval_extrapolate.window_nll(model, windows))
-    assert np.abs(rows[0] - rows[1]).max() < 1e-5 and np.abs(rows[0] - rows[2]).max() < 1e-5
+    nll, base = np.random.default_rng(0).normal(size=(2, 100, 10))
+    row, difference = eval_extrapolate.summary(nll, base), (nll - base).mean(1)
+    assert math.log(row["ppl"]) == pytest.approx(nll.mean()) == row["nll"]
+    assert row["stderr"] == pytest.approx(nll.mean(1).std(ddof=1) / 10)
+    assert math.log(row["ratio"]) == pytest.approx(difference.mean())
+    assert row["ratio_stderr"] / row["ratio"] == pytest.approx(difference.std(ddof=1) / 10)
+    one = eval_extrapolate.summary(nll[:1] + 2000, base[:1])
+    assert one["stderr"] is one["ratio_stderr"] is one["ppl"] is one["ratio"] is None
+    assert one["nll"] > 1999 and not one["finite"]
 
 
 def test_nothing_an_earlier_call_left_is_used(corpus, tmp_path, monkeypatch):
     """Another checkpoint, or another text, in the same folder: all rows are of it, and the file says so."""
-    def scored(stub, folder=corpus, lengths="64,128", iter_num=5):
-        flags = "--lengths", lengths, "--stretches", 3
-        return run_eval(tmp_path / "r", monkeypatch, stub, folder, *flags, iter_num=iter_num)
-    old, again = scored(Stub(torch.ones(64))), scored(Stub(torch.ones(64)))
-    assert all(old[name] == again[name] for name in old if name != "rows")
-    assert old["encoding"] == "bytes" and old["val_tokens"] == 9000 and old["starts"] == [0, 4435, 8871]
-    new = scored(Stub(2 * torch.ones(64)), lengths="64,128,256", iter_num=6)
-    assert {row["nll"] for row in new["rows"]} == {2.0} and len(new["rows"]) == 8
-    assert new["checkpoint"] != old["checkpoint"] and new["iter_num"] == 6
-
     other = tmp_path / corpus.name                                           # another text of the same name
     other.mkdir()
-    (other / "meta.json").write_bytes((corpus / "meta.json").read_bytes())
+    data.write_json(other / "meta.json", {"encoding": "bytes", "vocab_size": 64})
     np.fromfile(corpus / "val.bin", np.uint16)[::-1].tofile(other / "val.bin")
-    one, two = scored(Stub(loss_table())), scored(Stub(loss_table()), other)
-    assert one["data"] == two["data"] and one["text"] != two["text"]
-    assert one["rows"][0]["nll"] != two["rows"][0]["nll"]
+    old, turned, new = [
+        run_eval(tmp_path / "r", monkeypatch, Stub(table), folder, "--lengths", lengths)[1]
+        for table, folder, lengths in ((LOSSES, corpus, "64,128"), (LOSSES, other, "64,128"),
+                                       (torch.ones(64), corpus, "64,256"))]
+    assert old["data"] == turned["data"] and old["text"] != turned["text"]
+    assert [row["nll"] for row in new["rows"]] == 6 * [1.0] and new["checkpoint"] != old["checkpoint"]
 
 
-def test_a_loss_that_is_not_finite_is_said(corpus, tmp_path, monkeypatch, capsys):
-    def scored(longer_than, lengths):
-        """-> rows by `last`, lines of the table, stderr."""
-        stub, run = Stub(torch.ones(64), longer_than), tmp_path / "r"
-        with pytest.raises(SystemExit) as stop:
-            run_eval(run, monkeypatch, stub, corpus, "--lengths", lengths)
-        assert stop.value.code == 1
-        out, err = capsys.readouterr()
-        result = json.loads((run / "extrapolate.json").read_text(), parse_constant=pytest.fail)
-        lines = {line.split("|")[0].strip(): line for line in out.splitlines()}
-        return by_context(result, "last"), lines, err
-    rows, lines, err = scored(64, "16,64,128,20000")
-    assert err == "error: the loss is not finite: r at 128\n"
-    assert rows[64]["finite"] and not rows[128]["finite"] and rows[128]["tokens"]
-    assert [rows[128][name] for name in ("nll", "stderr", "ratio", "log_ratio_stderr")] == 4 * [None]
-    assert rows[20000]["tokens"] == 0 and rows[20000]["finite"] is rows[20000]["nll"] is None
-    assert lines["128"].count("not finite") == 4 and "longer than the text" in lines["20,000"]
-    assert "not finite" not in lines["64"] + lines["20,000"] and "longer" not in lines["128"]
-
-    rows, lines, _ = scored(16, "16,32")                                     # no base, no ratio
-    assert rows[16]["ppl"] == pytest.approx(math.e) and rows[16]["ratio"] is rows[16]["log_ratio"] is None
-    assert lines["16"].count("2.718") == 2 and lines["16"].count("not finite") == 2
-
-    huge = eval_extrapolate.summary(np.full((2, 10), 2000.0), np.zeros((2, 10)))
-    assert huge["ppl"] is huge["ratio"] is None and huge["nll"] == 2000 and huge["finite"]
-    assert eval_extrapolate.show(huge, "log_ratio", 2) == "inf"
+@pytest.mark.parametrize("longer_than, shown", [(64, {64: 0, 128: 2}), (16, {16: 1, 64: 2})])
+def test_a_loss_that_is_not_finite_is_said(longer_than, shown, corpus, tmp_path, monkeypatch, capsys):
+    """Not as a length beyond the text, which is left out; and the exit status is 1. No base, no ratio."""
+    stub, flags = Stub(torch.ones(64), longer_than), ("--lengths", "16,64,128,20000")
+    status, result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, *flags)
+    out, err = capsys.readouterr()
+    assert status == 1 and err == "error: perplexity is not finite: r\n"
+    assert "left out: what is longer than the text of 9,000 tokens" in out and "20,000" not in out
+    for length, count in shown.items():
+        line = next(line for line in out.splitlines() if f"last {length:>13} |" in line)
+        row = rows_of(result, "last")[length]
+        assert line.count("not finite") == [row["ppl"], row["ratio"]].count(None) == count
+        assert row["finite"] == (length <= longer_than)
 
 
-def test_perplexities_of_different_units_never_share_a_column(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(data, "check_encoding", lambda *what: None)
-    results = []
-    for name, encoding, flags in (("a", "bytes", ()), ("b", "gpt2", ("--stretches", 1)), ("c", "bytes", ())):
-        flags, stub = ("--lengths", "64", *flags), Stub(loss_table())
-        results.append(run_eval(tmp_path / name, monkeypatch, stub, corpus, *flags, encoding=encoding))
-    assert [result["unit"] for result in results] == ["per byte", "per token (gpt2)", "per byte"]
-    assert eval_extrapolate.unit("characters:shakespeare") == "per character"
-    heads = [line for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
-    assert all("perplexity per " in line and "float32 on" in line for line in heads) and len(heads) == 3
-    eval_extrapolate.compare(results)
-    lines = capsys.readouterr().out.splitlines()[-3:]                        # each says unit and context
-    for line, name, per in zip(lines, "abc", ("per byte", "per token (gpt2)", "per byte")):
-        assert line.startswith(f"{name} ") and f" {per} at 32 | 64: 1.00" in line
-
-
-def test_lengths():
-    parse_lengths = eval_extrapolate.parse_lengths
-    assert parse_lengths("", 256, 4096) == [256, 512, 1024, 2048, 4096]
-    assert parse_lengths("64,65,127", 64, 0) == [64, 65, 127] and parse_lengths("", 512, 64) == [512]
-    assert parse_lengths("100,...,1000,16", 64, 0) == [16, 64, 100, 200, 400, 800, 1000]
-    assert parse_lengths("...,256", 64, 0) == [64, 128, 256]
+@pytest.mark.parametrize("text, lengths", [
+    ("", [64, 128, 256]), ("64,65,127", [64, 65, 127]), ("...,256", [64, 128, 256]),
+    ("100,...,1000,16", [16, 64, 100, 200, 400, 800, 1000]),
+])
+def test_lengths(text, lengths):
+    assert eval_extrapolate.parse_lengths(text, 64, 256) == lengths
     for bad in ("0", "-5", "a", "...", "64,...", "1.5", "64,,128", "-4,...,64"):
         with pytest.raises(ValueError, match="--lengths"):
-            parse_lengths(bad, 64, 128)
+            eval_extrapolate.parse_lengths(bad, 64, 256)
 
 
 def test_train_then_evaluate_then_plot(corpus, tmp_path, monkeypatch, capsys):
-    """The real scripts in a row, on lengths that are no powers of two; the loss is the model's own."""
+    """The real scripts in a row."""
     for pos in ("rope", "alibi"):
-        assert run_train(corpus, tmp_path / "out" / pos, "--max_iters", 3, "--pos", pos) == 0
+        run_train(corpus, tmp_path / "out" / pos, "--max_iters", 3, "--pos", pos)
     monkeypatch.chdir(tmp_path)
     plots = ["--plot"] if importlib.util.find_spec("matplotlib") else []
-    eval_extrapolate.main(["--lengths", "32,65,127,2048", "--stretches", "2", *plots])
-    assert "2,048" in capsys.readouterr().out
+    assert eval_extrapolate.main(["--lengths", "2048", *plots]) == 0
+    assert capsys.readouterr().out.count("perplexity per byte; float32 on 1 x CPU") == 2
     assert not plots or Path("out/extrapolation.png").stat().st_size > 10000
-    result = json.loads(Path("out/rope/extrapolate.json").read_text())
-    assert result["pos"] == "rope" and result["train_context"] == 32 and len(result["rows"]) == 8
-    assert by_context(result, "last")[2048]["ratio"] > 0 and result["dtype"] == "float32"
-    assert result["checkpoint"] == hashlib.sha256(Path("out/rope/ckpt.pt").read_bytes()).hexdigest()
-    model, _ = load_model(Path("out/rope/ckpt.pt"))
-    val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
-    with torch.no_grad():
-        nll = [model.nll(t[:-1].view(-1, 32), t[1:].view(-1, 32)) for t in (val[:2049], val[-2049:])]
-    both = [losses.mean().item() for losses in nll]
-    assert abs(by_context(result, "window")[32]["nll"] - np.mean(both)) < 1e-5
+    row = json.loads(Path("out/rope/extrapolate.json").read_text())["rows"][0]
+    assert 1 < row["ppl"] < 100 and row["context"] == 32
 
 
 @distributed
 def test_two_ranks_evaluate_like_one(corpus, tmp_path, two_ranks):
-    run = tmp_path / "run"
-    assert run_train(corpus, run, "--max_iters", 3) == 0
-    how = [run, "--lengths", "32,50,300", "--stretches", 3]
-    eval_extrapolate.main(list(map(str, how)))
-    one = json.loads((run / "extrapolate.json").read_text())
-    (run / "extrapolate.json").unlink()
+    assert run_train(corpus, tmp_path, "--max_iters", 3) == 0
+    how, path = [str(tmp_path), "--lengths", "32,50,300", "--stretches", "3"], tmp_path / "extrapolate.json"
+    eval_extrapolate.main(how)
+    one = json.loads(path.read_text())
     printed = finish(two_ranks("eval_extrapolate.py", *how))
-    two = json.loads((run / "extrapolate.json").read_text())
-    assert two["device"].startswith("2 x CPU") and "context" in printed[0][0] and printed[1] == ("", "")
-    assert one["text"] == two["text"] and one["checkpoint"] == two["checkpoint"]
-    for a, b in zip(one["rows"], two["rows"], strict=True):
-        assert all(a[name] == b[name] for name in ("context", "protocol", "tokens"))
-        assert abs(a["nll"] - b["nll"]) < 1e-6 and abs(a["ratio"] - b["ratio"]) < 1e-6
+    assert "2 x CPU" in printed[0][0] and printed[1] == ("", "")
+    for a, b in zip(one["rows"], json.loads(path.read_text())["rows"], strict=True):
+        assert a["context"] == b["context"] and a["stretch_nll"] == pytest.approx(b["stretch_nll"], abs=1e-6)
 
 
-def made_up(pos, ratios=(1.0, 1.5, 2.0), unit="per byte", **also):
+def made_up(pos, last=2.0, unit="per byte"):
     """A result as evaluate returns it."""
-    rows = []
-    for context, ratio in zip((256, 1024, 4096), ratios):
-        log_ratio = ratio and math.log(ratio)
-        row = {"context": context, "protocol": "last", "tokens": 9, "ratio": ratio, "log_ratio": log_ratio}
-        rows.append(row)
-    return {"run": f"tiny-{pos}", "pos": pos, "train_context": 256, "unit": unit, "rows": rows} | also
+    rows = [{"context": n, "protocol": "last", "ratio": ratio} for n, ratio in ((256, 1.0), (4096, last))]
+    return {"run": f"tiny-{pos}", "pos": pos, "train_context": 256, "unit": unit, "rows": rows}
 
 
-def labels_of(figure):
-    return {text.get_text(): text for text in figure.axes[0].texts if text.get_text() != " training context"}
+def labels_of(results):
+    figure = eval_extrapolate.plot(results)
+    return figure, {text.get_text(): text for text in figure.axes[0].texts}
 
 
 def test_the_figure_has_at_most_eight_labels_that_do_not_overlap():
-    extent = pytest.importorskip("matplotlib.text").Text.get_window_extent   # without an annotation's line
-    results = [made_up(pos, (1.0, 1.5, 2.0 + 0.001 * i)) for i, pos in enumerate(ROTATIONS)]
-    results += [made_up(pos, (1.0, 0.98, 0.97)) for pos in ALL[len(ROTATIONS):]]
-    figure = eval_extrapolate.plot(results)
-    labels = labels_of(figure)
+    matplotlib_text = pytest.importorskip("matplotlib.text")
+    results = [made_up("nope", None), *(made_up(pos, 2.0 + 0.001 * i) for i, pos in enumerate(ALL[1:]))]
+    figure, labels = labels_of(results)
     assert len(labels) == 8 and f"any rotation + {' or '.join(BIASES)}" in labels
     figure.canvas.draw()
-    boxes = sorted(map(extent, labels.values()), key=lambda box: box.y0)
-    assert all(low.y1 <= high.y0 for low, high in zip(boxes, boxes[1:]))
-    assert max(box.x1 for box in boxes) < figure.bbox.width
-    shown = 880 / figure.get_figwidth() / 72                                 # pixels for a point
-    texts = figure.findobj(lambda artist: hasattr(artist, "get_fontsize"))
-    assert min(text.get_fontsize() for text in texts) * shown >= 13
-    note = figure.texts[0].get_text()
-    assert "not drawn" in note and all(f"tiny-{pos}" in note for pos in ROTATIONS[7:])
+    boxes = sorted((text.get_window_extent() for text in labels.values()), key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 and low.x1 < figure.bbox.width for low, high in zip(boxes, boxes[1:]))
+    sizes = [text.get_fontsize() for text in figure.findobj(matplotlib_text.Text)]
+    assert min(sizes) * 880 / figure.get_figwidth() / 72 >= 13               # pixels
+    with pytest.raises(ValueError, match="per byte and per token cannot share"):
+        labels_of([made_up("rope"), made_up("alibi", unit="per token")])
 
 
 def test_a_scheme_that_did_not_exist_has_a_look_of_its_own(monkeypatch):
     """Every scheme of SCHEMES can be drawn, and one added to it: no second list of names."""
     pytest.importorskip("matplotlib")
-    style = eval_extrapolate.style
-    before = {pos: style(pos) for pos in ALL}
+    before = {pos: eval_extrapolate.style(pos) for pos in ALL}
+    assert before["rope"]["color"] == "black" and before["nope"]["color"] == "grey"
+    assert before["accum_qk"]["color"] == before["accum_qkv+alibi"]["color"] != before["path"]["color"]
+    assert before["accum_qk"]["linestyle"] == "--" and before["accum_qkv"]["linestyle"] == "-"
     monkeypatch.setitem(SCHEMES, "accum2_qkv", SCHEMES["accum_qkv"])
     monkeypatch.setitem(SCHEMES, "slope", SCHEMES["alibi"])
-    assert before == {pos: style(pos) for pos in ALL}
-    assert style("rope")["color"] == "black" and style("nope")["color"] == "grey"
-    assert style("accum_qk")["color"] == style("accum_qkv+alibi")["color"] != style("random_qk")["color"]
-    assert style("accum_qk")["linestyle"] == "--" and style("accum_qkv")["linestyle"] == "-"
-    assert style("accum2_qkv")["color"] not in {look["color"] for look in before.values()}
-    new = ["rope+slope", "slope", "accum2_qkv", "accum2_qkv+slope"]
-    assert set(labels_of(eval_extrapolate.plot([made_up(pos) for pos in new]))) == set(new)
-    many = [made_up(pos) for pos in (*ALL, *new)]
-    assert any("slope" in label for label in labels_of(eval_extrapolate.plot(many)))
-
-
-def test_the_figure_says_what_it_cannot_draw():
-    pytest.importorskip("matplotlib")
-    results = [made_up("rope", (1.0, 2.0, None)), made_up("nope", (None, None, None))]
-    results.append(made_up("alibi", unit="per token (gpt2)"))
-    figure = eval_extrapolate.plot(results)
-    assert set(labels_of(figure)) == {"rope (else not finite)", "alibi"}
-    note = figure.texts[0].get_text()
-    assert "per byte and per token (gpt2)" in note and note.endswith(": tiny-nope")
-    twice = [made_up("rope"), made_up("rope", run="tiny-rope-seed2")]
-    assert set(labels_of(eval_extrapolate.plot(twice))) == {"tiny-rope", "tiny-rope-seed2"}
+    assert before == {pos: eval_extrapolate.style(pos) for pos in ALL}
+    assert eval_extrapolate.style("accum2_qkv")["color"] not in {look["color"] for look in before.values()}
+    new = [made_up(pos) for pos in ("rope+slope", "slope", "accum2_qkv")]
+    assert set(labels_of(new)[1]) == {result["run"] for result in new}
 
 
 def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
-    run = tmp_path / "run"
+    run, other = tmp_path / "out/run", tmp_path / "other"
     assert run_train(corpus, run, "--max_iters", 1) == 0
-
-    def refuse(*argv, words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as e:
-            eval_extrapolate.main(list(map(str, argv)))
-        refused((e.value.code, capsys.readouterr().err), *words)
-    refuse(tmp_path / "nowhere", words=["nowhere"])
-    for lengths in ("0", "-4", "x"):
-        refuse(run, f"--lengths={lengths}", words=["--lengths"])
-    refuse(run, "--stretches", 0, words=["stretches"])
-    refuse(run, "--dtype", "float16", words=["float16", "bfloat16"])
-    refuse(run, "--data", tmp_path / "none", words=["none"])
-    if not torch.cuda.is_available():
-        refuse(run, "--device", "cuda", words=["CUDA"])
-    (tmp_path / "meta.json").write_text((corpus / "meta.json").read_text())
-    np.full(100, 200, np.uint16).tofile(tmp_path / "val.bin")
-    refuse(run, "--data", tmp_path, words=["200", "val.bin"])
-    (tmp_path / "meta.json").write_text('{"encoding": "gpt2", "vocab_size": 50257}')
-    refuse(run, "--data", tmp_path, words=["gpt2", "bytes"])                 # not the checkpoint's encoding
+    other.mkdir()
+    (other / "ckpt.pt").write_bytes((run / "ckpt.pt").read_bytes()[:1000])
+    np.full(100, 200, np.uint16).tofile(other / "val.bin")
+    data.write_json(other / "meta.json", {"encoding": "gpt2", "vocab_size": 64})
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refuse(run, "--plot", words=["pip install matplotlib"])
-    monkeypatch.chdir(tmp_path)
-    refuse(words=["no run under out/"])
-    for damaged in (b"not a checkpoint", b"", (run / "ckpt.pt").read_bytes()[:1000]):
-        (run / "ckpt.pt").write_bytes(damaged)
-        refuse(run, words=["ckpt.pt"])
-    torch.save({"x": 1}, run / "ckpt.pt")
-    refuse(run, words=["not a checkpoint of this model"])
+    monkeypatch.chdir(run)                                                   # no out/ in here
+    for argv, words in [
+            ([], "no run under out/"), (["nowhere"], "nowhere"), ([other], "not a readable checkpoint"),
+            ([run, "--lengths=-4"], "--lengths"), ([run, "--stretches", 0], "--stretches"),
+            ([run, "--data", "none"], "none"), ([run, "--data", other], "encoding gpt2"),
+            ([run, "--plot"], "pip install matplotlib"), ([run, "--device", "cuda:99"], "--device cuda:99")]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            eval_extrapolate.main(list(map(str, argv)))
+        refused((stop.value.code, capsys.readouterr().err), words)
     assert not (run / "extrapolate.json").exists()
 
 
 # -----------------------------------------------------------------------------------------------------------
 # results/run.py and results/speed.py
 
-def results_script(name):
-    """A script of results/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"results_{name}", HERE / "results" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
+    """Train, evaluate, tables; an unfinished training is resumed, a finished one evaluated alone."""
+    pytest.importorskip("matplotlib")
+    run, calls = importlib.import_module("results.run"), []
+    flags = " ".join([*SMALL[4:], "--data", str(corpus), "--max_iters", "4"])
+    names = {f"tiny-{pos}": f"--preset tiny --pos {pos} {flags}" for pos in ("accum_qk", "accum_qkv")}
 
-
-def test_a_failed_run_is_one_line(tmp_path, monkeypatch, capsys):
-    run = results_script("run")
+    def call_here(command):                                                  # in this process: faster
+        script, *flags = command.split()
+        calls.append(f"{script} {flags[-1]}")
+        {"train.py": train, "eval_extrapolate.py": eval_extrapolate}[script].main(flags)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    (tmp_path / "train.py").write_text("import os, sys\nsys.exit(os.environ['OMP_NUM_THREADS'] + ' threads')")
+    monkeypatch.setattr(run, "TABLES", {"tiny": names})
+    monkeypatch.setattr(run, "EVALUATION", "--stretches 3 --lengths 32,...,2048")
     with pytest.raises(SystemExit) as stop:
-        run.main(["tiny", "--threads", "3"])
-    refused((stop.value.code, capsys.readouterr().err), "train.py", "status 1", "out/tiny-nope.txt")
-    log = (tmp_path / "out/tiny-nope.txt").read_text()
-    assert log.startswith("\n$ python train.py --preset tiny --pos nope --seed 1") and "3 threads" in log
+        run.main("tiny")
+    refused((stop.value.code, capsys.readouterr().err), "train.py --preset", "status 2")   # none in here
 
-
-def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
-    """Train, evaluate, tables; what is finished is skipped, an unfinished training resumed."""
-    pytest.importorskip("matplotlib")
-    run = results_script("run")
-    monkeypatch.chdir(tmp_path)
-    calls = []
-
-    def call_here(command, log, threads):                                    # in this process: faster
-        calls.append(command)
-        script, *flags = command.split()
-        {"train.py": train, "eval_extrapolate.py": eval_extrapolate}[script].main(flags)
-    for name in ("results", "assets"):
-        (tmp_path / name).mkdir()
-    flags = " ".join(map(str, [*SMALL[4:], "--data", corpus, "--max_iters", 4]))   # without preset and scheme
-    runs = [("tiny", "random_qk", 1, flags), ("tiny", "random_qkv", 1, flags)]
-    runs.append(("tiny", "random_qk", 2, flags))
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(run, "README", tmp_path / "README.md")
-    monkeypatch.setattr(run, "FIGURE", tmp_path / "assets" / "extrapolation.png")
-    monkeypatch.setattr(run, "TABLES", {"tiny": (runs, "--lengths 32,...,512,20000 --stretches 3")})
-    unfinished = tmp_path / "out" / run.name_of(*runs[0])
-    assert run_train(corpus, unfinished, "--max_iters", 2, "--pos", "random_qk") == 0
     monkeypatch.setattr(run, "call", call_here)
-    run.main(["tiny", "--threads", "1"])
-    assert "0 of 3 runs are finished" in capsys.readouterr().out
-    assert calls[0].endswith(" --resume") and calls[2].startswith("train.py") and "--resume" not in calls[2]
-    result = json.loads((tmp_path / "results" / f"{run.name_of(*runs[2])}.json").read_text())
-    assert result["seed"] == 2 and result["iter_num"] == 4 and "--seed 2" in result["commands"][0]
-    monkeypatch.setattr(run, "call", None)                                   # nothing is left to do
-    run.main(["tiny"])
-    assert "3 of 3 runs are finished" in capsys.readouterr().out
+    ckpt, path = Path("out/tiny-accum_qk/ckpt.pt"), Path("results/tiny-accum_qk.json")
+    run_train(corpus, ckpt.parent, "--max_iters", 4, "--pos", "accum_qk")
+    torch.save(torch.load(ckpt) | {"iter_num": 2}, ckpt)
+    os.mkdir("results")
+    os.mkdir("assets")
+    run.main("tiny")
+    path.unlink()
+    run.main("tiny")
+    evaluated = "eval_extrapolate.py 32,...,2048"
+    assert calls == ["train.py --resume", evaluated, "train.py out/tiny-accum_qkv", evaluated, evaluated]
 
-    (tmp_path / "README.md").write_text("before\n<!-- table: tiny -->\nold\n<!-- end -->\nafter\n")
-    run.main(["tables"])
-    first = (tmp_path / "README.md").read_text()
-    run.main(["tables"])
-    assert first == (tmp_path / "README.md").read_text() and (tmp_path / "assets/extrapolation.png").exists()
-    head = "| scheme | perplexity per byte at 32 | 128 (4x) | 512 (16x) |"
-    assert first.startswith(f"before\n<!-- table: tiny -->\n{head}")
-    assert first.endswith("|\n<!-- end -->\nafter\n")
-    assert "old" not in first and "| `random_qk-seed2-" in first
-    rows = by_context(result, "last")
-    assert f"| {rows[32]['ppl']:.2f} | {rows[128]['ratio']:.2f} ± " in first and " | - | - | - |\n" in first
-    long = (tmp_path / "results/README.md").read_text()
-    assert "4 iterations, seed 1; 4 iterations, seed 2" in long and "python train.py --preset tiny" in long
-    assert f"{rows[512]['ratio']:.2f} ± {rows[512]['ratio'] * rows[512]['log_ratio_stderr']:.2f} |" in long
-
-    mixed = tmp_path / "results" / f"{run.name_of(*runs[1])}.json"
-    mixed.write_text(mixed.read_text().replace(result["text"], "another"))
+    Path("README.md").write_text("before\n<!-- table: tiny -->\nold\n<!-- end -->\nafter\n")
+    run.main("tables")
+    first, long = Path("README.md").read_text(), Path("results/README.md").read_text()
+    head = "| scheme | perplexity per byte at 32 | `last` 128 | `last` 512 | `last` 2,048 | `window` 2,048 |"
+    assert first.startswith(f"before\n<!-- table: tiny -->\n{head}\n| --- |")
+    assert first.endswith(" |\n<!-- end -->\nafter\n") and Path("assets/extrapolation.png").exists()
+    row = rows_of(json.loads(path.read_text()), "last")[128]
+    assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `tiny-accum_qkv` | " in long
+    path.write_text(path.read_text().replace('"text": "', '"text": "another '))
     with pytest.raises(SystemExit):
-        run.main(["tables"])
-    assert "differ in text" in capsys.readouterr().err
+        run.main("tables")
+    assert "differs in text" in capsys.readouterr().err
 
 
-def test_a_pair_is_of_the_same_tokens():
-    run = results_script("run")
-
-    def result(nll, **also):
-        rows = [{"protocol": "last", "context": n, "stretch_nll": v} for n, v in zip((32, 64), nll)]
-        return {"run": "r", "text": "digest", "train_context": 32, "rows": rows} | also
-    one, other = result([[1.0, 2.0], [2.0, 4.0]]), result([[1.0, 1.0], [1.0, 2.0]])
-    assert run.paired(one, other, "last", 64) == (1.5, 0.5)
-    assert run.paired(one, other, "last", 64, 32) == (1.0, 0.0)              # differences 1 - 0 and 2 - 1
-    assert math.isnan(run.paired(result([[1.0, 1.0], [None, 1.0]]), other, "last", 64)[0])
-    for difference in ({"text": "another"}, {"train_context": 16}):
-        with pytest.raises(ValueError, match="same tokens"):
-            run.paired(one, other | difference, "last", 64)
+def test_differences_are_paired_by_stretch():
+    one, other = {"stretch_nll": [2.0, 4.0]}, {"stretch_nll": [1.0, 2.0]}
+    assert importlib.import_module("results.run").difference(one, other) == "+1.500 ± 0.500"
 
 
-def test_costs_are_measured(capsys):
+def test_costs_are_measured():
     """The parts of results/speed.py, on sizes that take no time."""
-    speed = results_script("speed")
-    steps = speed.steps(["rope", "alibi"], n=1)
-    assert steps["rope"]["ratio"] == 1 and steps["alibi"]["ms"] > 0
-    forward = speed.forward_of("accum_qkv", 1000, **speed.LAYER)
-    assert forward["ratio"] > 0 and forward["context"] == 1000 and forward["peak_mb"] >= forward["mb"] >= 0
-    assert set(speed.ALL) >= {name for name in SCHEMES if not name.startswith("random")}
+    speed = importlib.import_module("results.speed")
+    assert speed.steps(["rope", "alibi"], n=1)["rope"]["ratio"] == 1
+    assert speed.forward("accum_qkv", 1000, **speed.LAYER)["ratio"] > 0
     small = "--n_layer 1 --n_embd 32 --n_head 1 --block_size 8 --batch_size 2 --gradient_accumulation_steps 1"
-    small += " --device cpu --max_iters 3 --log_interval 1"
-    trained = speed.train_of("rope", *small.split())
-    assert trained["tokens_per_second"] > 0 and trained["mfu"] is None
+    flags = f"{small} --device cpu --max_iters 3 --log_interval 1".split()
+    assert speed.training("rope", *flags)["tokens_per_second"] > 0
 
 
 # -----------------------------------------------------------------------------------------------------------
