@@ -138,7 +138,7 @@ def evaluate(run, args):
     config, encoding = saved["train_config"], saved["encoding"]
     block_size = config["block_size"]
     folder = data.find(args.data or config["data"])
-    data.check_encoding(folder, encoding, saved["vocab_size"])
+    data.check_encoding(folder, encoding)
     val = data.load(folder, "val", block_size + 1, saved["vocab_size"])
     wanted = parse_lengths(args.lengths, block_size, 65536 if "cuda" in args.device else 16384)
     lengths = [length for length in wanted if length < len(val)]

@@ -375,7 +375,7 @@ class Run:
         self.folder = folder = data.find(config.data)
         self.encoding, self.vocab_size = data.describe(folder)
         if saved:
-            data.check_encoding(folder, saved["encoding"], saved["vocab_size"])
+            data.check_encoding(folder, saved["encoding"])
         vocab_size = vocab_size or self.vocab_size
         if vocab_size < self.vocab_size:
             raise ValueError(f"{folder} has {self.vocab_size} token ids, more than vocab_size {vocab_size}")
