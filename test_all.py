@@ -2240,7 +2240,7 @@ def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
     for argv, words in [
             ([], "no run under out/"), (["nowhere"], "nowhere"), ([other], "not a readable checkpoint"),
             ([run, "--lengths=-4"], "--lengths"), ([run, "--stretches", 0], "--stretches"),
-            ([run, "--data", "none"], "none"), ([run, "--data", other], "encoding gpt2"),
+            ([run, "--data", "none"], "none"), ([run, "--data", other], "text in gpt2"),
             ([run, "--plot"], "pip install matplotlib"), ([run, "--device", "cuda:99"], "--device cuda:99")]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
