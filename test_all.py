@@ -1051,15 +1051,24 @@ def gpt2_or_skip():
         pytest.skip("the GPT-2 vocabulary: set TIKTOKEN_CACHE_DIR")
 
 
-def prepare(documents, out, *how, **more):
-    """Write a data set as the command line does -> what its meta.json holds."""
-    with data.alone(out):
-        data.prepare(documents, out, *how, **more)
-    return json.loads((out / "meta.json").read_text())
+@pytest.fixture
+def data_py(tmp_path, monkeypatch, capsys):
+    """A function that runs data.py in an empty folder -> exit status, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv):
+        monkeypatch.setattr(sys, "argv", ["data.py", *argv])
+        code = 0
+        try:
+            data.main()
+        except SystemExit as e:
+            code = e.code
+        return code, capsys.readouterr().err
+    return run
 
 
-def bins(out):
-    return [np.fromfile(out / f"{split}.bin", np.uint16) for split in ("train", "val")]
+def bins(folder):
+    return [np.fromfile(Path(folder) / f"{split}.bin", np.uint16) for split in ("train", "val")]
 
 
 def documents_of(ids):
@@ -1068,65 +1077,65 @@ def documents_of(ids):
     return [bytes(part[:-1].astype(np.uint8)) for part in np.split(ids, ends + 1)[:-1]]
 
 
+def letters(n, seed):
+    return np.random.default_rng(seed).integers(97, 123, n).astype(np.uint8).tobytes()
+
+
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def data_py(folder, *argv, **env):
-    return cli(HERE / "data.py", *argv, cwd=folder, **env)
-
-
-WHOLE = ["meta.json", "train.bin", "val.bin"]
-NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
-              "HTTP_PROXY": "http://127.0.0.1:9"}
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def test_byte_encoding_round_trip():
-    tiktoken = pytest.importorskip("tiktoken")
+    pytest.importorskip("tiktoken")
+    text = "naïve 😀 <|endoftext|>\n\t" * 20
     enc = data.encoding("bytes")
     encode, vocab_size = data.encoder("bytes")
-    text = "naïve 😀 <|endoftext|>\n\t" * 20
-    assert isinstance(enc, tiktoken.Encoding)
+    ids, odd = encode([text.encode(), b"\xff\xfe"])
     assert vocab_size == enc.n_vocab == 257
-    ids, literal, odd = encode([text.encode(), b"a<|endoftext|>b", b"\xff\xfe"])
     assert ids.dtype == np.uint16
     assert ids.tolist() == enc.encode_ordinary(text) + [256]
     assert enc.decode(ids[:-1].tolist()) == text
-    assert len(literal) == 16
     assert odd.tolist() == [255, 254, 256]                                 # bytes that are no text
 
 
-@pytest.mark.parametrize("size", [257, 258, 1000, 8192, 50257])
-def test_an_encoding_cut_to_its_first_merges_is_lossless(size):
+@pytest.mark.parametrize("size, length", [(257, 380), (1000, 245), (50257, 135)])      # 380 bytes, 135 uncut
+def test_an_encoding_cut_to_its_first_merges_is_lossless(size, length):
     gpt2_or_skip()
     text = "The naïve 😀 transport: <|endoftext|>\n\n    accumulate(steps) = 123456789\x00" * 5
-    whole = data.encoding("gpt2")
-    enc = data.encoding(f"gpt2:{size}")
+    whole, enc = data.encoding("gpt2"), data.encoding(f"gpt2:{size}")
     encode, vocab_size = data.encoder(f"gpt2:{size}")
     *ids, end = encode([text.encode()])[0].tolist()
     assert vocab_size == enc.n_vocab == size
-    assert end == enc.eot_token == size - 1
-    assert max(ids) < end
-    assert enc.decode(ids) == text
-    for i in ids:
-        assert enc.decode_single_token_bytes(i) == whole.decode_single_token_bytes(i)
-    if size == 257:
-        assert len(ids) == len(text.encode())                              # bytes, no merge
-    if size == 50257:
-        assert ids == whole.encode_ordinary(text)                          # nothing cut
+    assert end == enc.eot_token == size - 1 > max(ids)
+    assert enc.decode(ids) == whole.decode(ids) == text
+    assert len(ids) == length
 
 
-def test_a_cut_encoding_in_use_and_refused(tmp_path):
+@pytest.mark.parametrize("bad", "gpt2:256 gpt2:50258 gpt2: gpt2:-5 bytes:300 klingon".split())
+def test_unknown_encodings_are_refused(data_py, tmp_path, bad):
     gpt2_or_skip()
-    (tmp_path / "t.txt").write_text("Some text to be encoded.\n" * 50)
-    for bad in ("gpt2:256", "gpt2:50258", "gpt2:", "gpt2:-5", "gpt2:1e3", "bytes:300", "klingon:300"):
-        with pytest.raises(ValueError, match=bad):
-            data.encoding(bad)
-    refused(data_py(tmp_path, "t.txt", "--encoding", "gpt2:256"), "gpt2:256", "50257")
-    assert not list(tmp_path.glob("data/*"))
-    assert data_py(tmp_path, "t.txt", "--encoding", "gpt2:1000").returncode == 0
-    assert data.describe(tmp_path / "data/t") == ("gpt2:1000", 1000)
-    data.load(tmp_path / "data/t", "train", 1, 1000)
+    (tmp_path / "t.txt").write_text("Some text. " * 50)
+    refused(data_py("t.txt", "--encoding", bad), bad)
+    assert names(tmp_path) == ["t.txt"]
+
+
+def test_gpt2_encoding_and_the_missing_network(data_py, tmp_path):
+    pytest.importorskip("tiktoken")
+    texts = [letters(50, i).decode() + " a<|endoftext|>b" for i in range(200)]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    none = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
+            "TIKTOKEN_CACHE_DIR": str(tmp_path / "empty")}
+    result = cli(HERE / "data.py", "t.jsonl", "--encoding", "gpt2", cwd=tmp_path, **none)
+    refused(result, "gpt2", "TIKTOKEN_CACHE_DIR", "--encoding bytes")
+    assert not (tmp_path / "data").exists()
+    gpt2_or_skip()
+    assert data_py("t.jsonl", "--encoding", "gpt2") == (0, "")
+    enc, expected = data.encoding("gpt2"), []
+    for number, text in enumerate(texts, 1):
+        if number == 1 or not data.is_val(f"t.jsonl:{number}"):
+            expected += enc.encode_ordinary(text) + [50256]                # the characters inside are text
+    assert bins("data/t")[0].tolist() == expected
+    assert data.describe("data/t") == ("gpt2", 50257)
 
 
 def test_a_megabyte_of_one_letter_is_encoded():
@@ -1139,392 +1148,179 @@ def test_a_megabyte_of_one_letter_is_encoded():
     assert time.time() - start < 30
 
 
-def hub_texts(n=400):
-    for i in range(n):
-        yield f"document {i}: " + " ".join(str((i * j) % 97) for j in range(1, i % 40))
-
-
 class Hub:
-    """Stands in for Hugging Face `datasets`: a stream of documents that fails at number `fail_at`."""
-    def __init__(self, fail_at=None, failure=None, script=False):
-        self.fail_at, self.failure, self.script = fail_at, failure, script
-        self.read, self.revisions = 0, []
+    """Stands in for Hugging Face `datasets` 4, where OpenWebText has a loading script."""
+    def __init__(self, failure=None):
+        self.texts = [letters(100, i).decode() for i in range(400)]
+        self.failure, self.read = failure, 0
 
-    def load_dataset(self, repo, split, streaming, revision=None):
-        assert (split, streaming) == ("train", True)
-        self.revisions.append(revision)
-        if self.script and revision is None:
+    def load_dataset(self, path, split, streaming, revision=None):
+        assert (path, split, streaming) == (data.OPENWEBTEXT, "train", True)
+        if revision is None:
             raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
+        assert revision == "refs/convert/parquet"
         return self
 
     def __iter__(self):
-        for text in hub_texts():
-            if self.read == self.fail_at:
-                raise self.failure
+        for text in self.texts:
             self.read += 1
             yield {"text": text}
-        yield {"text": None}
+            if self.read == 230 and self.failure:
+                raise self.failure
 
 
-def web(out, hub, monkeypatch, encoding="bytes", tokens=20000, val_tokens=900):
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    return prepare(data.openwebtext_documents("owt"), out, encoding, "owt", tokens, val_tokens, 20)
+OPENWEBTEXT = "openwebtext --encoding bytes --tokens 2e4 --val_tokens 900".split()
 
 
-def hub_sides():
-    """The texts of the hub that are training text, and those that are held out."""
-    held_out = [text.encode() for text in hub_texts() if data.is_val(text, 20)]
-    return [text.encode() for text in hub_texts() if not data.is_val(text, 20)], held_out
-
-
-def test_openwebtext_stops_at_its_bounds_and_splits_by_document(tmp_path, monkeypatch):
+def test_openwebtext_stops_at_its_bounds_and_splits_by_document(data_py, monkeypatch):
     hub = Hub()
-    meta = web(tmp_path / "a", hub, monkeypatch)
-    assert meta["train_tokens"] == 20000
-    assert meta["val_tokens"] <= 900
-    assert meta["documents"] <= hub.read < meta["documents"] + 64 < 400
-    train_ids, val_ids = bins(tmp_path / "a")
-    train_texts, held_out = hub_sides()
-    read = documents_of(train_ids)
-    assert len(read) > 100
-    assert read == train_texts[:len(read)]
-    assert documents_of(val_ids)
-    assert set(documents_of(val_ids)) <= set(held_out)
-    assert names(tmp_path / "a") == WHOLE
-    web(tmp_path / "short", Hub(), monkeypatch, tokens=5000)               # another bound: the same beginning
-    assert (train_ids[:5000] == bins(tmp_path / "short")[0]).all()
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert data_py(*OPENWEBTEXT) == (0, "")
+    assert hub.read < 300
+    train_ids, val_ids = bins("data/openwebtext")
+    assert (len(train_ids), len(val_ids)) == (20000, 900)
+    held_out = [text.encode() for text in hub.texts[1:] if data.is_val(text)]
+    training = [text.encode() for text in hub.texts if text.encode() not in held_out]
+    assert documents_of(train_ids) == training[:198]                       # 101 ids each, the last one cut
+    assert documents_of(val_ids) == held_out[:8]
 
 
-def test_openwebtext_that_ends_early(tmp_path, monkeypatch):
-    meta = web(tmp_path / "all", Hub(), monkeypatch, tokens=10 ** 9, val_tokens=10 ** 9)
-    train_ids, val_ids = bins(tmp_path / "all")
-    train_texts, held_out = hub_sides()
-    assert documents_of(train_ids) == train_texts
-    assert len(documents_of(val_ids)) == len(held_out) - meta["left_out"]["copies"]
-    assert meta["documents"] == 400
-    assert meta["left_out"]["empty"] == 1                                  # the null at its end
+@pytest.mark.parametrize("failure", [ConnectionError("no route\nto host"), KeyboardInterrupt()])
+def test_openwebtext_interrupted_leaves_nothing(data_py, monkeypatch, failure):
+    monkeypatch.setitem(sys.modules, "datasets", Hub(failure))
+    try:
+        refused(data_py(*OPENWEBTEXT, "--tokens", "1e9"), "cannot be read", "no route")
+    except KeyboardInterrupt:
+        assert isinstance(failure, KeyboardInterrupt)
+    assert names("data") == []
 
 
-@pytest.mark.parametrize("failure", [ConnectionError("the network is down"), KeyboardInterrupt()])
-def test_openwebtext_interrupted_leaves_nothing_and_starts_again(tmp_path, monkeypatch, failure):
-    folder = tmp_path / "broken"
-    for stop in (0, 1, 230):
-        with pytest.raises((ValueError, KeyboardInterrupt)):
-            web(folder, Hub(stop, failure), monkeypatch)
-        assert not folder.exists()
-    web(folder, Hub(), monkeypatch)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises((ValueError, KeyboardInterrupt)):
-        web(folder, Hub(230, failure), monkeypatch, tokens=10 ** 6)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
-def test_openwebtext_killed_leaves_nothing_that_looks_whole(tmp_path, by):
-    """What SIGKILL leaves, the next run overwrites."""
-    texts = [f"document {i}: {i * i}" for i in range(3000)]
-    (tmp_path / "datasets.py").write_text(
-        "import os, pathlib\n"
-        "def load_dataset(*args, **how):\n"
-        f"    for i, text in enumerate({texts}):\n"
-        "        if i == 1500 and not pathlib.Path('again').exists():\n"
-        f"            os.kill(os.getpid(), {int(by)})\n"
-        "        yield {'text': text}\n")
-    command = ["openwebtext", "--encoding", "bytes"]
-    folder = tmp_path / "data/openwebtext"
-    result = data_py(tmp_path, *command, PYTHONPATH=str(tmp_path))
-    if by == signal.SIGTERM:
-        assert result.returncode == 130
-        assert "nothing was written" in result.stderr
-        assert not folder.exists()
-    else:
-        assert result.returncode == -signal.SIGKILL
-        assert names(folder) == ["train.bin.partial", "val.bin.partial"]
-    (tmp_path / "again").touch()
-    assert data_py(tmp_path, *command, PYTHONPATH=str(tmp_path)).returncode == 0
-    assert names(folder) == WHOLE
-    expected = [text.encode() for text in texts if not data.is_val(text, 20)]
-    assert documents_of(bins(folder)[0]) == expected
-
-
-@pytest.mark.parametrize("moment", ["meta.json", "val.bin", "train.bin"])
-def test_old_and_new_files_never_stand_side_by_side(tmp_path, monkeypatch, moment):
-    """Stopped while it renames, a second preparation leaves no training text rather than the old one."""
-    web(tmp_path / "b", Hub(), monkeypatch, tokens=300)
-    real = os.replace
-
-    def replace(partial, path):
-        if Path(path).name == moment:
-            raise OSError(28, "No space left on device")
-        real(partial, path)
-    with monkeypatch.context() as patch, pytest.raises(OSError):
-        patch.setattr(data.os, "replace", replace)
-        web(tmp_path / "b", Hub(), patch)
-    assert set(names(tmp_path / "b")) <= {"meta.json", "val.bin"}
-    web(tmp_path / "b", Hub(), monkeypatch)
-    assert names(tmp_path / "b") == WHOLE
-    assert len(bins(tmp_path / "b")[0]) == 20000
-
-
-def test_openwebtext_with_a_loading_script_and_without_datasets_or_network(tmp_path, monkeypatch):
-    hub = Hub(script=True)
-    web(tmp_path / "a", hub, monkeypatch)
-    assert hub.revisions == [None, "refs/convert/parquet"]
+@pytest.mark.parametrize("argv, word", [
+    ("openwebtext --encoding bytes", "pip install datasets"), ("nothing-here", "does not exist"),
+    ("stdlib --tokens 0", "--tokens"), ("stdlib --val_tokens nan", "nan"), ("", "--help"),
+])
+def test_bad_arguments_and_a_missing_package(data_py, monkeypatch, argv, word):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="pip install datasets"):
-        next(data.openwebtext_documents("owt"))
-
-    (tmp_path / "datasets.py").write_text(
-        "def load_dataset(*args, **how): raise ConnectionError('no route\\nto host')")
-    env = {"PYTHONPATH": str(tmp_path)}
-    result = data_py(tmp_path, "openwebtext", "--encoding", "bytes", **env)
-    refused(result, "Skylion007/openwebtext cannot be read", "no route", "--repo", "stdlib")
-    for flag, value in (("--tokens", "0"), ("--tokens", "nan"), ("--val_tokens", "-3"), ("--tokens", "many")):
-        refused(data_py(tmp_path, "openwebtext", flag, value), flag)
-    env["TIKTOKEN_CACHE_DIR"] = str(tmp_path / "empty")
-    refused(data_py(tmp_path, "openwebtext", **env, **NO_NETWORK), "gpt2", "TIKTOKEN_CACHE_DIR")
-    assert not list(tmp_path.glob("data/*"))
+    refused(data_py(*argv.split()), word)
+    assert not list(Path(".").glob("data/*"))
 
 
-def test_gpt2_batches_over_threads_equal_one_document_at_a_time(tmp_path, monkeypatch):
-    gpt2_or_skip()
-    web(tmp_path / "a", Hub(), monkeypatch, "gpt2", tokens=10 ** 6)
-    enc = data.encoding("gpt2")
-    expected = []
-    for raw in hub_sides()[0]:
-        expected += enc.encode_ordinary(raw.decode()) + [50256]
-    assert bins(tmp_path / "a")[0].tolist() == expected
-
-
-def test_bounds_hold_for_a_first_document_that_fills_them(tmp_path):
-    meta = prepare([("a", b"x" * 500), ("b", b"y" * 500)], tmp_path, tokens=100, val_tokens=5)
-    assert [len(ids) for ids in bins(tmp_path)] == [meta["train_tokens"], meta["val_tokens"]]
-    assert 0 < meta["train_tokens"] <= 100
-    assert 0 < meta["val_tokens"] <= 5
-
-
-def test_text_all_on_one_side_is_split_by_tokens(tmp_path):
-    meta = prepare([("a", b"x" * 500)], tmp_path)
-    assert (meta["train_tokens"], meta["val_tokens"]) == (451, 50)
-    held = next(n for n in map(str, range(50)) if data.is_val(n))
-    trained = [n for n in map(str, range(50)) if not data.is_val(n)][:3]
-
-    documents = [(n, n.encode() * 400) for n in trained]                   # none is held out
-    meta = prepare(documents, tmp_path)
-    train_ids, val_ids = bins(tmp_path)
+@pytest.mark.parametrize("sizes", [[500], [100, 60, 100]])
+def test_without_held_out_documents_the_last_tenth_is_held_out(tmp_path, sizes):
+    trained = [name for name in map(str, range(50)) if not data.is_val(name)]
+    held = next(name for name in map(str, range(50)) if data.is_val(name))
+    documents = [(name, letters(n, n)) for name, n in zip(trained, sizes)]
+    copy = held, documents[0][1]
+    data.prepare([*documents, copy], tmp_path / "a", "test")
+    train_ids, val_ids = bins(tmp_path / "a")
     everything = np.concatenate((train_ids, val_ids))
-    assert meta["documents"] == 3
-    assert len(val_ids) == len(everything) // 10
+    assert len(val_ids) == len(everything) // 10 > 0
     assert documents_of(everything) == [raw for _, raw in documents]
-
-    only_held_out = [(held, b"z" * 99)]
-    only_a_copy = [(trained[0], b"z" * 99), (held, b"z" * 99)]
-    for documents in (only_held_out, only_a_copy):
-        meta = prepare(documents, tmp_path)
-        assert (meta["train_tokens"], meta["val_tokens"]) == (90, 10)
-    for documents in ([], [("a", b"")]):
-        with pytest.raises(ValueError, match="needs more text"):
-            prepare(documents, tmp_path / "none")
-    assert not (tmp_path / "none").exists()
+    data.prepare([copy], tmp_path / "b", "test", val_tokens=5)             # the first is training text
+    assert len(bins(tmp_path / "b")[1]) == 5
+    with pytest.raises(ValueError, match="test has 0 training tokens, it needs more text"):
+        data.prepare([("a", b"")], tmp_path / "c", "test")
 
 
-def letters(n, seed):
-    return np.random.default_rng(seed).integers(97, 123, n).astype(np.uint8).tobytes()
-
-
-@pytest.mark.parametrize("looked_for", [2 ** 18, 500])                     # all shingles; a sample of them
-def test_held_out_copies_of_training_text_are_dropped(tmp_path, monkeypatch, looked_for):
-    monkeypatch.setattr(data, "LOOKED_FOR", looked_for)
+def test_held_out_copies_of_training_text_are_dropped(tmp_path):
     numbers = [str(n) for n in range(400)]
     trained = [n for n in numbers if not data.is_val(n)][:20]
     held = [n for n in numbers if data.is_val(n)][:5]
     licence = letters(3000, 1000)
-    training = [(n, letters(2000, int(n)) + licence) for n in trained]
+    training = [(n, letters(2000, int(n)) + licence) for n in trained[:19]]
+    training.append((trained[19], letters(2 ** 18, 19) + licence))         # looked at in pieces of 2^18
     own = letters(1000, 1001) + licence[:600]                              # most of it is its own
     tail = letters(1000, 1002) + licence[-1500:]                           # mostly the licence's tail
     edited = licence[:1500] + b"EDITED" + licence[1500:]
-    held_out = list(zip(held, [own, tail, licence, edited, b"short"]))
-    meta = prepare(training[:5] + held_out + training[5:], tmp_path)       # copies of later text as well
-    train_ids, val_ids = bins(tmp_path)
+    held_out = list(zip(held, [own, tail, training[19][1][-5000:], edited, b"short"]))
+    data.prepare(training[:5] + held_out + training[5:], tmp_path / "a", "test")
+    train_ids, val_ids = bins(tmp_path / "a")
     assert documents_of(train_ids) == [raw for _, raw in training]
     assert documents_of(val_ids) == [own, b"short"]
-    assert meta["left_out"] == {"empty": 0, "copies": 3}
-    assert meta["documents"] == 25
+    assert json.loads((tmp_path / "a/meta.json").read_text())["copies"] == 3
 
 
-def test_a_copy_is_found_wherever_it_lies():
-    """Training text is read in pieces of 2^18 ids; a shingle may lie across two."""
-    train_ids = np.frombuffer(letters(2 ** 18 + 4000, 0), np.uint8)
-    spots = [0, *range(2 ** 18 - 40, 2 ** 18 + 5), len(train_ids) - 32]
-    documents = [train_ids[at:at + 32] for at in spots]
-    assert data.without_copies(documents, train_ids) == []
-    assert len(data.without_copies(documents, train_ids[:31])) == len(documents)
-    assert data.without_copies([], train_ids) == []
-
-
-def test_gpt2_encoding_and_the_missing_network(tmp_path):
-    pytest.importorskip("tiktoken")
-    text = "a<|endoftext|>b " * 50
-    (tmp_path / "t.txt").write_text(text)
-    command = ["t.txt", "--encoding", "gpt2", "--name", "x"]
-    result = data_py(tmp_path, *command, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), **NO_NETWORK)
-    refused(result, "gpt2", "TIKTOKEN_CACHE_DIR", "--encoding bytes")
-    assert not list(tmp_path.glob("data/*"))
-    gpt2_or_skip()
-    assert data_py(tmp_path, *command).returncode == 0
-    *tokens, end = np.concatenate(bins(tmp_path / "data/x")).tolist()
-    assert end == 50256
-    assert 50256 not in tokens                                             # not from the characters inside
-    assert data.encoding("gpt2").decode(tokens) == text
-    assert data.describe(tmp_path / "data/x") == ("gpt2", 50257)
-
-
-def test_prepare_text_folders_and_jsonl(tmp_path):
-    folder = tmp_path / "in"
-    (folder / "sub").mkdir(parents=True)
-    texts = [f"document {i}" for i in range(80)]
-    for i in range(40):
-        suffix = ".TXT" if i % 2 else ".txt"
-        (folder / "sub" / f"{i}{suffix}").write_text(texts[i])
-    lines = [json.dumps({"text": text}) for text in texts[40:]]
+def test_text_folders_and_jsonl(data_py, tmp_path):
+    (tmp_path / "in/sub").mkdir(parents=True)
+    texts = [f"document {i}" for i in range(60)]
+    for i in range(20):
+        (tmp_path / f"in/sub/{i}.TXT").write_text(texts[i])
+    lines = [json.dumps({"text": text}) for text in texts[20:]]
     lines += ["", '{"text": null}', '{"text": ""}', "  ", '{"text": "lone \\ud800 surrogate"}']
-    (folder / "lines.JSONL").write_text("\n".join(lines) + "\n")
-    (folder / "image.png").write_bytes(b"no text")
-    (folder / "packed.txt").write_bytes(b"\x1f\x8b packed")
-    (folder / "binary.py").write_bytes(b"a\0b")
-
-    result = data_py(tmp_path, "in")
-    assert result.returncode == 0
-    assert "81 documents" in result.stdout
-    assert "left out 7 files or lines without text" in result.stdout
-    train_ids, val_ids = bins(tmp_path / "data/in")
+    (tmp_path / "in/lines.JSONL").write_text("\n".join(lines) + "\n")
+    for name in ("image.png", "packed.txt", "binary.py"):
+        (tmp_path / "in" / name).write_bytes(gzip.compress(b"text"))
+    assert data_py("in") == (0, "")
+    train_ids, val_ids = bins("data/in")
     found = documents_of(train_ids) + documents_of(val_ids)
     assert sorted(found) == sorted(text.encode() for text in texts + ["lone ? surrogate"])
-    meta = json.loads((tmp_path / "data/in/meta.json").read_text())
-    assert (meta["train_tokens"], meta["val_tokens"]) == (len(train_ids), len(val_ids))
-    assert data.describe(tmp_path / "data/in") == ("bytes", 257)
+    assert json.loads(Path("data/in/meta.json").read_text())["empty"] == 7
 
 
-def test_bad_text_changes_nothing(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"text": "fine"}\n' * 30)
-    assert data_py(tmp_path, "lines.jsonl").returncode == 0
-    before = bins(tmp_path / "data/lines")[0]
+def test_bad_jsonl_is_refused(data_py, tmp_path):
     for line in ('{"title": 1}', '{"text": 5}', "[1]", "{", '"text"', "null", "[" * 10 ** 5):
-        path.write_text('{"text": "fine"}\n' + line + "\n")
-        with pytest.raises(ValueError, match="lines.jsonl, line 2"):
-            list(data.file_documents([path]))
-    refused(data_py(tmp_path, "lines.jsonl"), "lines.jsonl, line 2")
-    (tmp_path / "empty.txt").write_text("")
-    refused(data_py(tmp_path, "empty.txt"), "empty.txt")
-    refused(data_py(tmp_path, "nothing-here"), "nothing-here")
-    refused(data_py(tmp_path, "lines.jsonl", "--encoding", "klingon"), "klingon")
-    refused(data_py(tmp_path), "paths", "--help")
-    assert names(tmp_path / "data") == ["lines"]
-    assert names(tmp_path / "data/lines") == WHOLE
-    assert (bins(tmp_path / "data/lines")[0] == before).all()
+        (tmp_path / "lines.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+        refused(data_py("lines.jsonl"), "lines.jsonl, line 2")
+        assert names("data") == []
 
 
-def test_compressed_and_binary_files_are_refused_when_named(tmp_path):
-    text = b"".join(b"line %d of some text\n" % i for i in range(3000))
-    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as packed:
-        packed.writestr("a.txt", text)
-    files = {
-        "a.txt.gz": gzip.compress(text),
-        "b.txt": gzip.compress(text),
-        "c.jsonl": gzip.compress(text),
-        "d.xz": lzma.compress(text),
-        "e.bz2": bz2.compress(text, 1),
-        "f.zst": b"\x28\xb5\x2f\xfd" + text,
-        "g.parquet": b"PAR1" + text + b"PAR1",
-        "h.txt": text + b"\0",
-        "i.txt": text.decode().encode("utf-16"),
-    }
-    for name, raw in files.items():
-        (tmp_path / name).write_bytes(raw)
-    for name in ["a.zip", *files]:
-        with pytest.raises(ValueError, match=f"{name} is compressed or binary"):
-            list(data.file_documents([tmp_path / name]))
-    assert [raw for _, raw in data.file_documents([tmp_path])] == [b""] * 10
-    refused(data_py(tmp_path, "a.txt.gz"), "a.txt.gz is compressed")
-    assert not list(tmp_path.glob("data/*"))
+LINES = b"".join(b"line %d of some text\n" % i for i in range(3000))
 
 
-@pytest.fixture
-def sources(tmp_path):
-    """Files and folders whose names are much alike, with different text."""
-    paths = "corp.v1/a.txt corp.v2/a.txt deep/corp.v1/a.txt notes.txt notes.md log.1 log.2"
-    for i, path in enumerate(paths.split()):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(" ".join(str(i * j) for j in range(200)))
-    return tmp_path
+@pytest.mark.parametrize("name, raw, word", [
+    ("a.txt", gzip.compress(LINES), "compressed"), ("b.jsonl", gzip.compress(LINES), "line 1"),
+    ("c.xz", lzma.compress(LINES), "compressed"), ("d.bz2", bz2.compress(LINES), "compressed"),
+    ("e.parquet", b"PAR1" + LINES + b"\x9a\x01\x00\x00PAR1", "binary"),
+    ("f.txt", LINES.decode().encode("utf-16"), "UTF-8"),
+], ids=["gzip", "packed jsonl", "xz", "bz2", "parquet", "utf-16"])
+def test_compressed_and_binary_files_are_refused_when_named(data_py, tmp_path, name, raw, word):
+    (tmp_path / name).write_bytes(raw)
+    refused(data_py(name), name, word)
+    assert names("data") == []
 
 
-def test_two_sources_never_write_over_one_another(sources):
-    for path in ("corp.v1", "corp.v2", "notes.txt", "log.1", "log.2", "./corp.v1/"):      # again is allowed
-        assert data_py(sources, path).returncode == 0
-    assert names(sources / "data") == ["corp.v1", "corp.v2", "log.1", "log.2", "notes"]
-    before = {path: path.read_bytes() for path in sources.glob("data/*/*")}
-    for argv in (["deep/corp.v1"], ["notes.md"], ["corp.v1", "corp.v2"], ["log.1", "--name", "corp.v1"]):
-        refused(data_py(sources, *argv), "--name", "holds")
-    assert {path: path.read_bytes() for path in sources.glob("data/*/*")} == before
-    foreign = sources / "data/foreign"                                     # nanoGPT's own files
-    foreign.mkdir()
-    np.arange(9, dtype=np.uint16).tofile(foreign / "train.bin")
-    refused(data_py(sources, "notes.txt", "--name", "foreign"), "unknown source", "--name")
-    assert names(foreign) == ["train.bin"]
+def test_no_data_set_is_written_over(data_py, tmp_path):
+    for i, path in enumerate("corp.v1/a.txt corp.v2/a.txt notes.txt notes.md".split()):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(letters(500, i))
+    for argv in ("corp.v1", "corp.v2 --name corp.v2", "notes.txt", "."):
+        assert data_py(*argv.split()) == (0, "")
+    assert names("data") == sorted(["corp", "corp.v2", "notes", tmp_path.name])
+    before = {path: path.read_bytes() for path in tmp_path.glob("data/*/*")}
+    for argv in ("corp.v2", "notes.md", "corp.v1 corp.v2", "notes.txt --name corp.v2"):
+        refused(data_py(*argv.split()), "exists", "--name")
+    for name in (".", "..", "a/b", "/abs"):
+        refused(data_py("notes.txt", "--name", name), "--name")
+    assert {path: path.read_bytes() for path in tmp_path.glob("data/*/*")} == before
 
 
-def test_every_data_set_has_a_folder_of_its_own(sources, monkeypatch):
-    monkeypatch.chdir(sources)
-    assert data.folder_for("corp.v1/a.txt", None) == Path("data/a")
-    assert data.folder_for("corp.v1", "x.y") == Path("data/x.y")
-    assert data.folder_for(".", None) == Path("data") / sources.name
-    (sources / "mine.txt").symlink_to("notes.txt")
-    assert data.folder_for("mine.txt", None) == Path("data/mine")
-    for path, name in ((".", "."), (".", ".."), (".", "a/b"), (".", "/abs"), ("/", None)):
-        with pytest.raises(ValueError, match="--name"):
-            data.folder_for(path, name)
-    assert data_py(sources / "corp.v1", ".").returncode == 0
-    assert names(sources / "corp.v1/data") == ["corp.v1"]
-    refused(data_py(sources, "notes.txt", "--name", ".."), "--name")
-
-
-def test_one_document_is_split_and_tiktoken_is_not_needed_for_bytes(tmp_path):
+def test_bytes_need_no_tiktoken(tmp_path):
     (tmp_path / "one.txt").write_bytes(bytes(range(1, 201)) * 5)
     code = "import sys; sys.modules['tiktoken'] = None; import data; data.main()"
     assert cli("-c", code, "one.txt", cwd=tmp_path).returncode == 0
     assert [len(ids) for ids in bins(tmp_path / "data/one")] == [901, 100]
 
 
-def test_stdlib_corpus_is_made_once_by_two_processes(tmp_path):
+def test_the_default_corpus_is_whole_whoever_makes_it(tmp_path):
+    """One process is killed on the way, then two make it at once."""
+    code = "import os, data; data.is_val = lambda name: os.kill(os.getpid(), 9); data.find('stdlib')"
+    assert cli("-c", code, cwd=tmp_path).returncode == -signal.SIGKILL
+    assert [name.split(".")[-1] for name in names(tmp_path / "data")] == ["partial"]
     code = "import data; [data.load(data.find('stdlib'), split, 9) for split in ('train', 'val')]"
-    run = [sys.executable, "-c", code]
     env = os.environ | {"PYTHONPATH": str(HERE)}
-    both = [subprocess.Popen(run, cwd=tmp_path, env=env, stdout=subprocess.PIPE) for _ in range(2)]
-    outputs = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert sorted(map(bool, outputs)) == [False, True]                     # one made it, the other waited
+    both = [subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env) for _ in range(2)]
+    assert [process.wait(60) for process in both] == [0, 0]
     folder = tmp_path / "data/stdlib"
-    assert names(folder) == WHOLE
-
-    documents = dict(data.stdlib_documents())
-    held = [name for name in documents if data.is_val(name)]
+    assert names(folder) == ["meta.json", "train.bin", "val.bin"]
+    documents = {name: raw for name, raw in data.stdlib_documents() if raw}
+    held = [name for name in list(documents)[1:] if data.is_val(name)]
     train_ids, val_ids = bins(folder)
-    assert documents_of(train_ids) == [documents[name] for name in documents if name not in held]
     kept = documents_of(val_ids)
-    assert [raw for raw in map(documents.get, held) if raw in kept] == kept
-    meta = json.loads((folder / "meta.json").read_text())
-    assert meta["left_out"]["copies"] == len(held) - len(kept)
+    assert not any("/test/" in f"/{name}" or "/tests/" in name for name in documents)
+    assert 0.04 < len(held) / len(documents) < 0.2
+    assert documents_of(train_ids) == [documents[name] for name in documents if name not in held]
+    assert kept == [documents[name] for name in held if documents[name] in kept]
     assert len(held) / 2 < len(kept) < len(held)
-
-
-def test_stdlib_corpus_is_held_out_by_name():
-    files = [name for name, _ in data.stdlib_documents()]
-    assert len(files) > 300
-    assert files == sorted(files, key=Path)
-    assert not any("/test/" in f"/{name}" or "/tests/" in name for name in files)
-    assert 0.04 < sum(map(data.is_val, files)) / len(files) < 0.2
 
 
 def test_batches_are_a_pure_function(corpus):
@@ -1549,107 +1345,55 @@ def test_batches_are_a_pure_function(corpus):
     assert (y[:, -1] == 32).all()                                          # the last token is a target
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use from /proc")
-def test_batches_do_not_add_up_in_memory(tmp_path):
-    with (tmp_path / "train.bin").open("wb") as file:
-        file.truncate(2 ** 31)                                             # sparse
-    tokens = data.load(tmp_path, "train", 1025)
-
-    def megabytes():
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
-    before = megabytes()
-    for i in range(200):
-        data.batch(tokens, i, 0, batch_size=16, block_size=1024)
-    assert megabytes() - before < 60
-
-
-def test_loading_refuses_what_it_cannot_use(tmp_path):
-    path = tmp_path / "val.bin"
-    wrong = {"missing": None, "empty": b"", "odd": b"abc", "32 tokens, needs at least 33": bytes(64)}
-    for words, content in wrong.items():
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(ValueError, match=words):
-            data.load(tmp_path, "val", 33)
-    np.arange(33, dtype=np.uint16).tofile(path)
+@pytest.mark.parametrize("content, words", [
+    (None, "missing"), (b"", "empty"), (b"abc", "odd"), (bytes(64), "32 tokens, needs at least 33"),
+    (np.arange(34, dtype=np.uint16).tobytes(), "holds a token id 33, beyond the model's 33"),
+])
+def test_loading_refuses_what_it_cannot_use(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "val.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=f"val.bin.*{words}"):
+        data.load(tmp_path, "val", 33, vocab_size=33)
+    np.arange(33, dtype=np.uint16).tofile(tmp_path / "val.bin")
     assert len(data.load(tmp_path, "val", 33, vocab_size=33)) == 33
-    with pytest.raises(ValueError, match="val.bin holds a token id 32"):
-        data.load(tmp_path, "val", 33, vocab_size=32)
-    for bad in ("{", "[]", "{}", '{"vocab_size": "x"}', '{"vocab_size": 0}', '{"vocab_size": null}'):
-        (tmp_path / "meta.json").write_text(bad)
-        with pytest.raises(ValueError, match="meta.json"):
-            data.describe(tmp_path)
+    with pytest.raises(ValueError, match="no data set nowhere.*data.py"):
+        data.find("nowhere")
 
 
-def test_without_a_note_the_highest_id_is_read(tmp_path):
-    with pytest.raises(ValueError, match="train.bin is missing"):
-        data.describe(tmp_path)
+def test_encodings_are_told_apart(tmp_path, corpus):
+    data.check_encoding(corpus, "bytes")
+    data.check_encoding(corpus, "unknown")                                 # nobody can tell
+    with pytest.raises(ValueError, match="bytes.*gpt2:8192"):
+        data.check_encoding(corpus, "gpt2:8192")
     np.array([5, 50256, 7], np.uint16).tofile(tmp_path / "val.bin")
     assert data.describe(tmp_path) == ("unknown", 50257)                   # nanoGPT's GPT-2 folders
     np.array([5, 50303], np.uint16).tofile(tmp_path / "train.bin")
     assert data.describe(tmp_path) == ("unknown", 50304)
+    data.check_encoding(tmp_path, "gpt2")
 
 
-def character_set(folder, text):
-    """What nanoGPT's prepare.py writes for a text."""
-    folder.mkdir()
-    letters = sorted(set(text))
-    itos = dict(enumerate(letters))
-    note = {"vocab_size": len(letters), "itos": itos, "stoi": {letter: i for i, letter in itos.items()}}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(note))
-    for split in ("train", "val"):
-        np.zeros(9, np.uint16).tofile(folder / f"{split}.bin")
-    return folder
+def test_character_sets_of_nanogpt(tmp_path):
+    found = []
+    for text in ("hello wörld", "wörld hello", "hello wÖrld"):
+        itos = dict(enumerate(sorted(set(text))))
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(itos), "itos": itos}))
+        found.append(data.describe(tmp_path))
+    same, again, other = [name for name, size in found if size == 9]
+    assert same == again and same.startswith("characters:")
+    with pytest.raises(ValueError, match=f"{other}.*{same}"):
+        data.check_encoding(tmp_path, same)
 
 
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
-def test_character_sets_of_nanogpt(tmp_path, monkeypatch):
-    a = character_set(tmp_path / "a", "hello wörld")
-    b = character_set(tmp_path / "b", "hello wÖrld")
-    name, size = data.describe(a)
-    other, other_size = data.describe(b)
-    assert size == other_size == 9
-    assert name != other
-    assert name.startswith("characters:")
-    assert data.describe(character_set(tmp_path / "c", "wörld hello")) == (name, size)
-    assert "".join(data.characters(a)) == " dehlorwö"
-    data.check_encoding(a, name, size)
-    with pytest.raises(ValueError, match=f"{other}.*{name}"):
-        data.check_encoding(b, name, size)
-
+@pytest.mark.parametrize("name, note", [
+    ("meta.json", b"{"), ("meta.json", b"[]"), ("meta.json", b'{"encoding": "x", "vocab_size": null}'),
+    ("meta.pkl", b"nothing"), ("meta.pkl", pickle.dumps([1])), ("meta.pkl", b"cos\nmkdir\n(Vran\ntR."),
+])
+def test_a_damaged_note_is_refused_and_never_run(tmp_path, monkeypatch, name, note):
     monkeypatch.chdir(tmp_path)
-    wrong = [[1], {"vocab_size": 5}, Evil()]
-    wrong += [{"itos": itos} for itos in ({}, {1: "a"}, {0: 5}, Evil())]
-    for bad in [b"", b"nothing", *map(pickle.dumps, wrong)]:
-        (a / "meta.pkl").write_bytes(bad)
-        with pytest.raises(ValueError, match="meta.pkl is not"):
-            data.describe(a)
-    assert not Path("ran").exists()
-
-
-def test_another_encoding_is_refused(tmp_path, corpus):
-    data.check_encoding(corpus, "bytes", 257)
-    for other in ("gpt2", "gpt2:8192", "characters:01234567"):
-        with pytest.raises(ValueError, match=f"bytes.*{other}"):
-            data.check_encoding(corpus, other)
-
-
-def test_an_unknown_encoding_is_refused_where_the_sizes_tell(tmp_path, corpus):
-    np.array([0, 50256], np.uint16).tofile(tmp_path / "train.bin")         # nanoGPT's GPT-2 text: no note
-    data.check_encoding(tmp_path, "gpt2", 50257)
-    data.check_encoding(tmp_path, "unknown", 50257)
-    data.check_encoding(corpus, "unknown", 96)
-    data.check_encoding(corpus, "unknown")                                 # no size to compare
-    for encoding, size in (("bytes", 257), ("unknown", 65)):
-        with pytest.raises(ValueError, match=f"unknown.*{encoding}"):
-            data.check_encoding(tmp_path, encoding, size)
-    with pytest.raises(ValueError, match="bytes.*unknown"):                # and the other way round
-        data.check_encoding(corpus, "unknown", 50257)
+    (tmp_path / name).write_bytes(note)
+    with pytest.raises(ValueError, match=name):
+        data.describe(tmp_path)
+    assert names(tmp_path) == [name]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1767,7 +1511,8 @@ def test_the_host_waits_for_the_device_only_where_it_logs(corpus, tmp_path):
 @pytest.mark.parametrize("end,status", [("os.kill(os.getpid(), 9)", -9),
                                         ("raise OSError('No space left on device')", 1)])
 def test_a_kill_or_a_full_disk_during_a_save_leaves_the_last_checkpoint(corpus, tmp_path, end, status):
-    flags = [*SMALL, "--data", str(corpus), "--out_dir", str(tmp_path), "--max_iters", "8", "--eval_interval", "4"]
+    flags = [*SMALL, "--data", str(corpus), "--out_dir", str(tmp_path), "--max_iters", "8",
+             "--eval_interval", "4"]
     code = f"""if True:
         import os, torch, train
         real, saves = torch.save, []
@@ -1780,7 +1525,8 @@ def test_a_kill_or_a_full_disk_during_a_save_leaves_the_last_checkpoint(corpus, 
     ended = cli("-c", code)
     assert ended.returncode == status and weights(tmp_path)[0]["iter_num"] == 4
     if status == 1:
-        assert ended.stderr.count("\n") == 1 and "No space left" in ended.stderr and str(tmp_path) in ended.stderr
+        err = ended.stderr
+        assert err.count("\n") == 1 and "No space left" in err and str(tmp_path) in err
     assert run_train(corpus, tmp_path, "--resume") == 0 and weights(tmp_path)[0]["iter_num"] == 8
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "log.jsonl"]
     assert list(losses(tmp_path)) == list(range(1, 9))
@@ -2016,7 +1762,7 @@ def test_a_signal_to_one_rank_stops_both(corpus, tmp_path, two_ranks, number):
     printed = [p.communicate(timeout=60) for p in ranks]
     codes, iter_num = [p.returncode for p in ranks], weights(tmp_path)[0]["iter_num"]
     if number == signal.SIGTERM:
-        assert codes == [143, 143] and f"saved iter {iter_num:,}; continue with --resume" in printed[0][0], printed
+        assert codes == [143, 143] and f"saved iter {iter_num:,}; continue with" in printed[0][0], printed
     else:
         assert codes[0] not in (0, None) and "gloo" in printed[0][1] and iter_num % 5 == 0, printed
 
@@ -2143,412 +1889,260 @@ def test_train_refuses_bad_files(corpus, tmp_path, capsys):
 
 class Stub(torch.nn.Module):
     """A model whose loss is a function of the target token alone, from `longer_than` tokens on not finite."""
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=64)
+
     def __init__(self, loss_of_token, longer_than=math.inf):
         super().__init__()
         self.table, self.longer_than = torch.nn.Parameter(loss_of_token), longer_than
-        self.config = GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=64)
-
-    def num_params(self):
-        return 64, 0
 
     def nll(self, x, y):
-        assert x.shape == y.shape and torch.equal(x[:, 1:], y[:, :-1])
+        assert torch.equal(x[:, 1:], y[:, :-1])
         return self.table[y] / (x.size(1) <= self.longer_than)
 
 
-def run_eval(run, monkeypatch, stub, corpus, *flags, encoding="bytes", block_size=32, iter_num=5):
+LOSSES = torch.rand(64, generator=torch.Generator().manual_seed(0)) * 3 + 0.5
+
+
+def run_eval(run, monkeypatch, stub, corpus, *flags):
+    """-> exit status, extrapolate.json."""
     run.mkdir(exist_ok=True)
-    (run / "ckpt.pt").write_text(f"checkpoint {iter_num}")
-    train_config = {"block_size": block_size, "data": str(corpus), "seed": 1}
-    saved = {"iter_num": iter_num, "train_config": train_config, "encoding": encoding, "vocab_size": 64}
+    (run / "ckpt.pt").write_text(str(stub.table))
+    train_config = {"block_size": 32, "data": str(corpus)}
+    saved = {"iter_num": 5, "train_config": train_config, "encoding": "bytes", "vocab_size": 64}
     monkeypatch.setattr(eval_extrapolate, "load_model", lambda path, device: (stub, saved))
-    eval_extrapolate.main([str(run), *map(str, flags)])
-    return json.loads((run / "extrapolate.json").read_text())
+    status = eval_extrapolate.main([str(run), "--stretches", "3", *flags])
+    return status, json.loads((run / "extrapolate.json").read_text(), parse_constant=pytest.fail)
 
 
-def loss_table():
-    return torch.rand(64, generator=torch.Generator().manual_seed(0)) * 3 + 0.5
-
-
-by_context = eval_extrapolate.by_context
+def rows_of(result, protocol):
+    return {row["context"]: row for row in result["rows"] if row["protocol"] == protocol}
 
 
 def test_a_model_without_context_scores_the_same_at_every_length(corpus, tmp_path, monkeypatch):
     """On lengths below the training context, too, and on one that does not divide the longest."""
-    stub = Stub(loss_table())
-    flags = "--lengths", "8,20,32,64,...,4096", "--stretches", 16
-    result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, *flags)
-    last, window = by_context(result, "last"), by_context(result, "window")
-    for rows, tokens in ((last, 2 * 32), (window, 2 * 4096)):                # 9,000 tokens hold two stretches
+    flags = "--lengths", "8,20,32,64,...,4096"
+    _, result = run_eval(tmp_path / "r", monkeypatch, Stub(LOSSES), corpus, *flags)
+    val = np.fromfile(corpus / "val.bin", np.uint16)
+    loss = LOSSES.numpy()[np.stack((val[1:4097], val[-4096:]))]              # 9,000 tokens hold two stretches
+    for protocol, targets in (("last", 32), ("window", 4096)):
+        rows = rows_of(result, protocol)
         assert list(rows) == [8, 20, 32, 64, 128, 256, 512, 1024, 2048, 4096]
-        assert {r["nll"] for r in rows.values()} == {rows[32]["nll"]}
-        assert {r["ratio"] for r in rows.values()} == {1.0}
-        assert {r["tokens"] for r in rows.values()} == {tokens}
-        assert rows[4096]["log_ratio_stderr"] == 0 and rows[4096]["stderr"] > 0
-    val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
-    loss = stub.table[torch.stack((val[1:4097], val[-4096:]))].double()      # the first and the last stretch
-    assert abs(window[4096]["nll"] - loss.mean().item()) < 1e-6
-    assert abs(last[4096]["nll"] - loss[:, -32:].mean().item()) < 1e-6
-    assert last[64]["stretch_nll"] == pytest.approx(loss[:, -32:].mean(1).tolist(), abs=1e-6)
+        for row in rows.values():
+            assert (row["ratio"], row["ratio_stderr"], row["tokens"]) == (1, 0, 2 * targets)
+            assert row["stretch_nll"] == pytest.approx(loss[:, -targets:].mean(1), abs=1e-6)
 
 
-def test_targets_are_the_same_tokens_with_more_context():
-    stretches = np.stack([np.arange(start, start + 401) for start in (10, 500)]).astype(np.uint16) % 64
-    calls, same = [], stretches[:, 1:]
-
-    class Positions(Stub):
-        def nll(self, x, y):
-            calls.append(x)
-            return y.double()                                                # the "loss" is the token itself
-    for length in (1, 5, 32, 33, 100, 399, 400):
-        calls.clear()
-        nll = eval_extrapolate.stretch_nll(Positions(loss_table()), stretches, length)
-        assert (nll == same).all(), length
-        ends = {int(row[-1]) for x in calls for row in x if len(row) == length}
-        assert set(stretches[:, -2]) <= ends                                 # a window ends with each stretch
+@pytest.mark.parametrize("length", [1, 5, 32, 33, 100, 399, 400])
+@pytest.mark.parametrize("at_once", [1, 10 ** 6])
+def test_targets_are_the_same_tokens_with_more_context(length, at_once, monkeypatch):
+    """However long the windows are, and however many are read at once."""
+    monkeypatch.setattr(eval_extrapolate, "TOKENS_AT_ONCE", at_once)
+    stretch, calls, stub = ids(1, 401)[0], [], Stub(torch.arange(64.0))      # the "loss" is the token itself
+    monkeypatch.setattr(Stub, "nll", lambda self, x, y: calls.append(x) or self.table[y])
+    nll = eval_extrapolate.stretch_nll(stub, stretch.numpy(), length)
+    assert torch.equal(nll.long(), stretch[1:])
+    assert torch.equal(calls[-1][-1], stretch[-1 - length:-1])               # the last one ends the stretch
 
 
 def test_averages_are_over_tokens_and_errors_over_stretches():
-    rng = np.random.default_rng(0)
-    nll, base = rng.normal(size=(2, 100, 10)).astype(np.float32)
-    row = eval_extrapolate.summary(nll, base)
-    assert row["nll"] == pytest.approx(nll.mean(), abs=1e-6)
-    assert row["ppl"] == pytest.approx(math.exp(nll.mean()))
-    assert row["stderr"] == pytest.approx(nll.mean(1).std(ddof=1) / 10, rel=1e-5)
-    assert row["log_ratio_stderr"] == pytest.approx((nll - base).mean(1).std(ddof=1) / 10, rel=1e-5)
-    assert row["ratio"] == pytest.approx(math.exp((nll - base).mean()), rel=1e-5)
-    blocks = np.repeat(rng.normal(size=(4, 1)), 1000, axis=1)                # tokens of a stretch go together
-    error = blocks[:, 0].std(ddof=1) / 2
-    assert eval_extrapolate.summary(blocks, 0 * blocks)["stderr"] == pytest.approx(error)
-    one = eval_extrapolate.summary(nll[:1], base[:1])
-    assert one["stderr"] is None and one["log_ratio_stderr"] is None and one["ratio"] > 0
-    uniform = np.full((1, 10), math.log(256))
-    assert eval_extrapolate.summary(uniform, uniform)["ppl"] == pytest.approx(256)
-
-
-def test_batching_does_not_change_the_numbers(monkeypatch):
-    windows, model = ids(5, 66).numpy(), tiny("accum_qkv+alibi").eval()
-    rows = []
-    for size in (1, 130, 10 ** 6):
-        monkeypatch.setattr(eval_extrapolate, "TOKENS_AT_ONCE", size)
-        rows.append(eval_extrapolate.window_nll(model, windows))
-    assert np.abs(rows[0] - rows[1]).max() < 1e-5 and np.abs(rows[0] - rows[2]).max() < 1e-5
+    nll, base = np.random.default_rng(0).normal(size=(2, 100, 10))
+    row, difference = eval_extrapolate.summary(nll, base), (nll - base).mean(1)
+    assert math.log(row["ppl"]) == pytest.approx(nll.mean()) == row["nll"]
+    assert row["stderr"] == pytest.approx(nll.mean(1).std(ddof=1) / 10)
+    assert math.log(row["ratio"]) == pytest.approx(difference.mean())
+    assert row["ratio_stderr"] / row["ratio"] == pytest.approx(difference.std(ddof=1) / 10)
+    one = eval_extrapolate.summary(nll[:1] + 2000, base[:1])
+    assert one["stderr"] is one["ratio_stderr"] is one["ppl"] is one["ratio"] is None
+    assert one["nll"] > 1999 and not one["finite"]
 
 
 def test_nothing_an_earlier_call_left_is_used(corpus, tmp_path, monkeypatch):
     """Another checkpoint, or another text, in the same folder: all rows are of it, and the file says so."""
-    def scored(stub, folder=corpus, lengths="64,128", iter_num=5):
-        flags = "--lengths", lengths, "--stretches", 3
-        return run_eval(tmp_path / "r", monkeypatch, stub, folder, *flags, iter_num=iter_num)
-    old, again = scored(Stub(torch.ones(64))), scored(Stub(torch.ones(64)))
-    assert all(old[name] == again[name] for name in old if name != "rows")
-    assert old["encoding"] == "bytes" and old["val_tokens"] == 9000 and old["starts"] == [0, 4435, 8871]
-    new = scored(Stub(2 * torch.ones(64)), lengths="64,128,256", iter_num=6)
-    assert {row["nll"] for row in new["rows"]} == {2.0} and len(new["rows"]) == 8
-    assert new["checkpoint"] != old["checkpoint"] and new["iter_num"] == 6
-
     other = tmp_path / corpus.name                                           # another text of the same name
     other.mkdir()
-    (other / "meta.json").write_bytes((corpus / "meta.json").read_bytes())
+    data.write_json(other / "meta.json", {"encoding": "bytes", "vocab_size": 64})
     np.fromfile(corpus / "val.bin", np.uint16)[::-1].tofile(other / "val.bin")
-    one, two = scored(Stub(loss_table())), scored(Stub(loss_table()), other)
-    assert one["data"] == two["data"] and one["text"] != two["text"]
-    assert one["rows"][0]["nll"] != two["rows"][0]["nll"]
+    old, turned, new = [
+        run_eval(tmp_path / "r", monkeypatch, Stub(table), folder, "--lengths", lengths)[1]
+        for table, folder, lengths in ((LOSSES, corpus, "64,128"), (LOSSES, other, "64,128"),
+                                       (torch.ones(64), corpus, "64,256"))]
+    assert old["data"] == turned["data"] and old["text"] != turned["text"]
+    assert [row["nll"] for row in new["rows"]] == 6 * [1.0] and new["checkpoint"] != old["checkpoint"]
 
 
-def test_a_loss_that_is_not_finite_is_said(corpus, tmp_path, monkeypatch, capsys):
-    def scored(longer_than, lengths):
-        """-> rows by `last`, lines of the table, stderr."""
-        stub, run = Stub(torch.ones(64), longer_than), tmp_path / "r"
-        with pytest.raises(SystemExit) as stop:
-            run_eval(run, monkeypatch, stub, corpus, "--lengths", lengths)
-        assert stop.value.code == 1
-        out, err = capsys.readouterr()
-        result = json.loads((run / "extrapolate.json").read_text(), parse_constant=pytest.fail)
-        lines = {line.split("|")[0].strip(): line for line in out.splitlines()}
-        return by_context(result, "last"), lines, err
-    rows, lines, err = scored(64, "16,64,128,20000")
-    assert err == "error: the loss is not finite: r at 128\n"
-    assert rows[64]["finite"] and not rows[128]["finite"] and rows[128]["tokens"]
-    assert [rows[128][name] for name in ("nll", "stderr", "ratio", "log_ratio_stderr")] == 4 * [None]
-    assert rows[20000]["tokens"] == 0 and rows[20000]["finite"] is rows[20000]["nll"] is None
-    assert lines["128"].count("not finite") == 4 and "longer than the text" in lines["20,000"]
-    assert "not finite" not in lines["64"] + lines["20,000"] and "longer" not in lines["128"]
-
-    rows, lines, _ = scored(16, "16,32")                                     # no base, no ratio
-    assert rows[16]["ppl"] == pytest.approx(math.e) and rows[16]["ratio"] is rows[16]["log_ratio"] is None
-    assert lines["16"].count("2.718") == 2 and lines["16"].count("not finite") == 2
-
-    huge = eval_extrapolate.summary(np.full((2, 10), 2000.0), np.zeros((2, 10)))
-    assert huge["ppl"] is huge["ratio"] is None and huge["nll"] == 2000 and huge["finite"]
-    assert eval_extrapolate.show(huge, "log_ratio", 2) == "inf"
+@pytest.mark.parametrize("longer_than, shown", [(64, {64: 0, 128: 2}), (16, {16: 1, 64: 2})])
+def test_a_loss_that_is_not_finite_is_said(longer_than, shown, corpus, tmp_path, monkeypatch, capsys):
+    """Not as a length beyond the text, which is left out; and the exit status is 1. No base, no ratio."""
+    stub, flags = Stub(torch.ones(64), longer_than), ("--lengths", "16,64,128,20000")
+    status, result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, *flags)
+    out, err = capsys.readouterr()
+    assert status == 1 and err == "error: perplexity is not finite: r\n"
+    assert "left out: what is longer than the text of 9,000 tokens" in out and "20,000" not in out
+    for length, count in shown.items():
+        line = next(line for line in out.splitlines() if f"last {length:>13} |" in line)
+        row = rows_of(result, "last")[length]
+        assert line.count("not finite") == [row["ppl"], row["ratio"]].count(None) == count
+        assert row["finite"] == (length <= longer_than)
 
 
-def test_perplexities_of_different_units_never_share_a_column(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(data, "check_encoding", lambda *what: None)
-    results = []
-    for name, encoding, flags in (("a", "bytes", ()), ("b", "gpt2", ("--stretches", 1)), ("c", "bytes", ())):
-        flags, stub = ("--lengths", "64", *flags), Stub(loss_table())
-        results.append(run_eval(tmp_path / name, monkeypatch, stub, corpus, *flags, encoding=encoding))
-    assert [result["unit"] for result in results] == ["per byte", "per token (gpt2)", "per byte"]
-    assert eval_extrapolate.unit("characters:shakespeare") == "per character"
-    heads = [line for line in capsys.readouterr().out.splitlines() if "perplexity" in line]
-    assert all("perplexity per " in line and "float32 on" in line for line in heads) and len(heads) == 3
-    eval_extrapolate.compare(results)
-    lines = capsys.readouterr().out.splitlines()[-3:]                        # each says unit and context
-    for line, name, per in zip(lines, "abc", ("per byte", "per token (gpt2)", "per byte")):
-        assert line.startswith(f"{name} ") and f" {per} at 32 | 64: 1.00" in line
-
-
-def test_lengths():
-    parse_lengths = eval_extrapolate.parse_lengths
-    assert parse_lengths("", 256, 4096) == [256, 512, 1024, 2048, 4096]
-    assert parse_lengths("64,65,127", 64, 0) == [64, 65, 127] and parse_lengths("", 512, 64) == [512]
-    assert parse_lengths("100,...,1000,16", 64, 0) == [16, 64, 100, 200, 400, 800, 1000]
-    assert parse_lengths("...,256", 64, 0) == [64, 128, 256]
+@pytest.mark.parametrize("text, lengths", [
+    ("", [64, 128, 256]), ("64,65,127", [64, 65, 127]), ("...,256", [64, 128, 256]),
+    ("100,...,1000,16", [16, 64, 100, 200, 400, 800, 1000]),
+])
+def test_lengths(text, lengths):
+    assert eval_extrapolate.parse_lengths(text, 64, 256) == lengths
     for bad in ("0", "-5", "a", "...", "64,...", "1.5", "64,,128", "-4,...,64"):
         with pytest.raises(ValueError, match="--lengths"):
-            parse_lengths(bad, 64, 128)
+            eval_extrapolate.parse_lengths(bad, 64, 256)
 
 
 def test_train_then_evaluate_then_plot(corpus, tmp_path, monkeypatch, capsys):
-    """The real scripts in a row, on lengths that are no powers of two; the loss is the model's own."""
+    """The real scripts in a row."""
     for pos in ("rope", "alibi"):
-        assert run_train(corpus, tmp_path / "out" / pos, "--max_iters", 3, "--pos", pos) == 0
+        run_train(corpus, tmp_path / "out" / pos, "--max_iters", 3, "--pos", pos)
     monkeypatch.chdir(tmp_path)
     plots = ["--plot"] if importlib.util.find_spec("matplotlib") else []
-    eval_extrapolate.main(["--lengths", "32,65,127,2048", "--stretches", "2", *plots])
-    assert "2,048" in capsys.readouterr().out
+    assert eval_extrapolate.main(["--lengths", "2048", *plots]) == 0
+    assert capsys.readouterr().out.count("perplexity per byte; float32 on 1 x CPU") == 2
     assert not plots or Path("out/extrapolation.png").stat().st_size > 10000
-    result = json.loads(Path("out/rope/extrapolate.json").read_text())
-    assert result["pos"] == "rope" and result["train_context"] == 32 and len(result["rows"]) == 8
-    assert by_context(result, "last")[2048]["ratio"] > 0 and result["dtype"] == "float32"
-    assert result["checkpoint"] == hashlib.sha256(Path("out/rope/ckpt.pt").read_bytes()).hexdigest()
-    model, _ = load_model(Path("out/rope/ckpt.pt"))
-    val = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
-    with torch.no_grad():
-        nll = [model.nll(t[:-1].view(-1, 32), t[1:].view(-1, 32)) for t in (val[:2049], val[-2049:])]
-    both = [losses.mean().item() for losses in nll]
-    assert abs(by_context(result, "window")[32]["nll"] - np.mean(both)) < 1e-5
+    row = json.loads(Path("out/rope/extrapolate.json").read_text())["rows"][0]
+    assert 1 < row["ppl"] < 100 and row["context"] == 32
 
 
 @distributed
 def test_two_ranks_evaluate_like_one(corpus, tmp_path, two_ranks):
-    run = tmp_path / "run"
-    assert run_train(corpus, run, "--max_iters", 3) == 0
-    how = [run, "--lengths", "32,50,300", "--stretches", 3]
-    eval_extrapolate.main(list(map(str, how)))
-    one = json.loads((run / "extrapolate.json").read_text())
-    (run / "extrapolate.json").unlink()
+    assert run_train(corpus, tmp_path, "--max_iters", 3) == 0
+    how, path = [str(tmp_path), "--lengths", "32,50,300", "--stretches", "3"], tmp_path / "extrapolate.json"
+    eval_extrapolate.main(how)
+    one = json.loads(path.read_text())
     printed = finish(two_ranks("eval_extrapolate.py", *how))
-    two = json.loads((run / "extrapolate.json").read_text())
-    assert two["device"].startswith("2 x CPU") and "context" in printed[0][0] and printed[1] == ("", "")
-    assert one["text"] == two["text"] and one["checkpoint"] == two["checkpoint"]
-    for a, b in zip(one["rows"], two["rows"], strict=True):
-        assert all(a[name] == b[name] for name in ("context", "protocol", "tokens"))
-        assert abs(a["nll"] - b["nll"]) < 1e-6 and abs(a["ratio"] - b["ratio"]) < 1e-6
+    assert "2 x CPU" in printed[0][0] and printed[1] == ("", "")
+    for a, b in zip(one["rows"], json.loads(path.read_text())["rows"], strict=True):
+        assert a["context"] == b["context"] and a["stretch_nll"] == pytest.approx(b["stretch_nll"], abs=1e-6)
 
 
-def made_up(pos, ratios=(1.0, 1.5, 2.0), unit="per byte", **also):
+def made_up(pos, last=2.0, unit="per byte"):
     """A result as evaluate returns it."""
-    rows = []
-    for context, ratio in zip((256, 1024, 4096), ratios):
-        log_ratio = ratio and math.log(ratio)
-        row = {"context": context, "protocol": "last", "tokens": 9, "ratio": ratio, "log_ratio": log_ratio}
-        rows.append(row)
-    return {"run": f"tiny-{pos}", "pos": pos, "train_context": 256, "unit": unit, "rows": rows} | also
+    rows = [{"context": n, "protocol": "last", "ratio": ratio} for n, ratio in ((256, 1.0), (4096, last))]
+    return {"run": f"tiny-{pos}", "pos": pos, "train_context": 256, "unit": unit, "rows": rows}
 
 
-def labels_of(figure):
-    return {text.get_text(): text for text in figure.axes[0].texts if text.get_text() != " training context"}
+def labels_of(results):
+    figure = eval_extrapolate.plot(results)
+    return figure, {text.get_text(): text for text in figure.axes[0].texts}
 
 
 def test_the_figure_has_at_most_eight_labels_that_do_not_overlap():
-    extent = pytest.importorskip("matplotlib.text").Text.get_window_extent   # without an annotation's line
-    results = [made_up(pos, (1.0, 1.5, 2.0 + 0.001 * i)) for i, pos in enumerate(ROTATIONS)]
-    results += [made_up(pos, (1.0, 0.98, 0.97)) for pos in ALL[len(ROTATIONS):]]
-    figure = eval_extrapolate.plot(results)
-    labels = labels_of(figure)
+    matplotlib_text = pytest.importorskip("matplotlib.text")
+    results = [made_up("nope", None), *(made_up(pos, 2.0 + 0.001 * i) for i, pos in enumerate(ALL[1:]))]
+    figure, labels = labels_of(results)
     assert len(labels) == 8 and f"any rotation + {' or '.join(BIASES)}" in labels
     figure.canvas.draw()
-    boxes = sorted(map(extent, labels.values()), key=lambda box: box.y0)
-    assert all(low.y1 <= high.y0 for low, high in zip(boxes, boxes[1:]))
-    assert max(box.x1 for box in boxes) < figure.bbox.width
-    shown = 880 / figure.get_figwidth() / 72                                 # pixels for a point
-    texts = figure.findobj(lambda artist: hasattr(artist, "get_fontsize"))
-    assert min(text.get_fontsize() for text in texts) * shown >= 13
-    note = figure.texts[0].get_text()
-    assert "not drawn" in note and all(f"tiny-{pos}" in note for pos in ROTATIONS[7:])
+    boxes = sorted((text.get_window_extent() for text in labels.values()), key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 and low.x1 < figure.bbox.width for low, high in zip(boxes, boxes[1:]))
+    sizes = [text.get_fontsize() for text in figure.findobj(matplotlib_text.Text)]
+    assert min(sizes) * 880 / figure.get_figwidth() / 72 >= 13               # pixels
+    with pytest.raises(ValueError, match="per byte and per token cannot share"):
+        labels_of([made_up("rope"), made_up("alibi", unit="per token")])
 
 
 def test_a_scheme_that_did_not_exist_has_a_look_of_its_own(monkeypatch):
     """Every scheme of SCHEMES can be drawn, and one added to it: no second list of names."""
     pytest.importorskip("matplotlib")
-    style = eval_extrapolate.style
-    before = {pos: style(pos) for pos in ALL}
+    before = {pos: eval_extrapolate.style(pos) for pos in ALL}
+    assert before["rope"]["color"] == "black" and before["nope"]["color"] == "grey"
+    assert before["accum_qk"]["color"] == before["accum_qkv+alibi"]["color"] != before["path"]["color"]
+    assert before["accum_qk"]["linestyle"] == "--" and before["accum_qkv"]["linestyle"] == "-"
     monkeypatch.setitem(SCHEMES, "accum2_qkv", SCHEMES["accum_qkv"])
     monkeypatch.setitem(SCHEMES, "slope", SCHEMES["alibi"])
-    assert before == {pos: style(pos) for pos in ALL}
-    assert style("rope")["color"] == "black" and style("nope")["color"] == "grey"
-    assert style("accum_qk")["color"] == style("accum_qkv+alibi")["color"] != style("random_qk")["color"]
-    assert style("accum_qk")["linestyle"] == "--" and style("accum_qkv")["linestyle"] == "-"
-    assert style("accum2_qkv")["color"] not in {look["color"] for look in before.values()}
-    new = ["rope+slope", "slope", "accum2_qkv", "accum2_qkv+slope"]
-    assert set(labels_of(eval_extrapolate.plot([made_up(pos) for pos in new]))) == set(new)
-    many = [made_up(pos) for pos in (*ALL, *new)]
-    assert any("slope" in label for label in labels_of(eval_extrapolate.plot(many)))
-
-
-def test_the_figure_says_what_it_cannot_draw():
-    pytest.importorskip("matplotlib")
-    results = [made_up("rope", (1.0, 2.0, None)), made_up("nope", (None, None, None))]
-    results.append(made_up("alibi", unit="per token (gpt2)"))
-    figure = eval_extrapolate.plot(results)
-    assert set(labels_of(figure)) == {"rope (else not finite)", "alibi"}
-    note = figure.texts[0].get_text()
-    assert "per byte and per token (gpt2)" in note and note.endswith(": tiny-nope")
-    twice = [made_up("rope"), made_up("rope", run="tiny-rope-seed2")]
-    assert set(labels_of(eval_extrapolate.plot(twice))) == {"tiny-rope", "tiny-rope-seed2"}
+    assert before == {pos: eval_extrapolate.style(pos) for pos in ALL}
+    assert eval_extrapolate.style("accum2_qkv")["color"] not in {look["color"] for look in before.values()}
+    new = [made_up(pos) for pos in ("rope+slope", "slope", "accum2_qkv")]
+    assert set(labels_of(new)[1]) == {result["run"] for result in new}
 
 
 def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
-    run = tmp_path / "run"
+    run, other = tmp_path / "out/run", tmp_path / "other"
     assert run_train(corpus, run, "--max_iters", 1) == 0
-
-    def refuse(*argv, words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as e:
-            eval_extrapolate.main(list(map(str, argv)))
-        refused((e.value.code, capsys.readouterr().err), *words)
-    refuse(tmp_path / "nowhere", words=["nowhere"])
-    for lengths in ("0", "-4", "x"):
-        refuse(run, f"--lengths={lengths}", words=["--lengths"])
-    refuse(run, "--stretches", 0, words=["stretches"])
-    refuse(run, "--dtype", "float16", words=["float16", "bfloat16"])
-    refuse(run, "--data", tmp_path / "none", words=["none"])
-    if not torch.cuda.is_available():
-        refuse(run, "--device", "cuda", words=["CUDA"])
-    (tmp_path / "meta.json").write_text((corpus / "meta.json").read_text())
-    np.full(100, 200, np.uint16).tofile(tmp_path / "val.bin")
-    refuse(run, "--data", tmp_path, words=["200", "val.bin"])
-    (tmp_path / "meta.json").write_text('{"encoding": "gpt2", "vocab_size": 50257}')
-    refuse(run, "--data", tmp_path, words=["gpt2", "bytes"])                 # not the checkpoint's encoding
+    other.mkdir()
+    (other / "ckpt.pt").write_bytes((run / "ckpt.pt").read_bytes()[:1000])
+    np.full(100, 200, np.uint16).tofile(other / "val.bin")
+    data.write_json(other / "meta.json", {"encoding": "gpt2", "vocab_size": 64})
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refuse(run, "--plot", words=["pip install matplotlib"])
-    monkeypatch.chdir(tmp_path)
-    refuse(words=["no run under out/"])
-    for damaged in (b"not a checkpoint", b"", (run / "ckpt.pt").read_bytes()[:1000]):
-        (run / "ckpt.pt").write_bytes(damaged)
-        refuse(run, words=["ckpt.pt"])
-    torch.save({"x": 1}, run / "ckpt.pt")
-    refuse(run, words=["not a checkpoint of this model"])
+    monkeypatch.chdir(run)                                                   # no out/ in here
+    for argv, words in [
+            ([], "no run under out/"), (["nowhere"], "nowhere"), ([other], "not a readable checkpoint"),
+            ([run, "--lengths=-4"], "--lengths"), ([run, "--stretches", 0], "--stretches"),
+            ([run, "--data", "none"], "none"), ([run, "--data", other], "text in gpt2"),
+            ([run, "--plot"], "pip install matplotlib"), ([run, "--device", "cuda:99"], "--device cuda:99")]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            eval_extrapolate.main(list(map(str, argv)))
+        refused((stop.value.code, capsys.readouterr().err), words)
     assert not (run / "extrapolate.json").exists()
 
 
 # -----------------------------------------------------------------------------------------------------------
 # results/run.py and results/speed.py
 
-def results_script(name):
-    """A script of results/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"results_{name}", HERE / "results" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
+    """Train, evaluate, tables; an unfinished training is resumed, a finished one evaluated alone."""
+    pytest.importorskip("matplotlib")
+    run, calls = importlib.import_module("results.run"), []
+    flags = " ".join([*SMALL[4:], "--data", str(corpus), "--max_iters", "4"])
+    names = {f"tiny-{pos}": f"--preset tiny --pos {pos} {flags}" for pos in ("accum_qk", "accum_qkv")}
 
-
-def test_a_failed_run_is_one_line(tmp_path, monkeypatch, capsys):
-    run = results_script("run")
+    def call_here(command):                                                  # in this process: faster
+        script, *flags = command.split()
+        calls.append(f"{script} {flags[-1]}")
+        {"train.py": train, "eval_extrapolate.py": eval_extrapolate}[script].main(flags)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    (tmp_path / "train.py").write_text("import os, sys\nsys.exit(os.environ['OMP_NUM_THREADS'] + ' threads')")
+    monkeypatch.setattr(run, "TABLES", {"tiny": names})
+    monkeypatch.setattr(run, "EVALUATION", "--stretches 3 --lengths 32,...,2048")
     with pytest.raises(SystemExit) as stop:
-        run.main(["tiny", "--threads", "3"])
-    refused((stop.value.code, capsys.readouterr().err), "train.py", "status 1", "out/tiny-nope.txt")
-    log = (tmp_path / "out/tiny-nope.txt").read_text()
-    assert log.startswith("\n$ python train.py --preset tiny --pos nope --seed 1") and "3 threads" in log
+        run.main("tiny")
+    refused((stop.value.code, capsys.readouterr().err), "train.py --preset", "status 2")   # none in here
 
-
-def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
-    """Train, evaluate, tables; what is finished is skipped, an unfinished training resumed."""
-    pytest.importorskip("matplotlib")
-    run = results_script("run")
-    monkeypatch.chdir(tmp_path)
-    calls = []
-
-    def call_here(command, log, threads):                                    # in this process: faster
-        calls.append(command)
-        script, *flags = command.split()
-        {"train.py": train, "eval_extrapolate.py": eval_extrapolate}[script].main(flags)
-    for name in ("results", "assets"):
-        (tmp_path / name).mkdir()
-    flags = " ".join(map(str, [*SMALL[4:], "--data", corpus, "--max_iters", 4]))   # without preset and scheme
-    runs = [("tiny", "random_qk", 1, flags), ("tiny", "random_qkv", 1, flags)]
-    runs.append(("tiny", "random_qk", 2, flags))
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(run, "README", tmp_path / "README.md")
-    monkeypatch.setattr(run, "FIGURE", tmp_path / "assets" / "extrapolation.png")
-    monkeypatch.setattr(run, "TABLES", {"tiny": (runs, "--lengths 32,...,512,20000 --stretches 3")})
-    unfinished = tmp_path / "out" / run.name_of(*runs[0])
-    assert run_train(corpus, unfinished, "--max_iters", 2, "--pos", "random_qk") == 0
     monkeypatch.setattr(run, "call", call_here)
-    run.main(["tiny", "--threads", "1"])
-    assert "0 of 3 runs are finished" in capsys.readouterr().out
-    assert calls[0].endswith(" --resume") and calls[2].startswith("train.py") and "--resume" not in calls[2]
-    result = json.loads((tmp_path / "results" / f"{run.name_of(*runs[2])}.json").read_text())
-    assert result["seed"] == 2 and result["iter_num"] == 4 and "--seed 2" in result["commands"][0]
-    monkeypatch.setattr(run, "call", None)                                   # nothing is left to do
-    run.main(["tiny"])
-    assert "3 of 3 runs are finished" in capsys.readouterr().out
+    ckpt, path = Path("out/tiny-accum_qk/ckpt.pt"), Path("results/tiny-accum_qk.json")
+    run_train(corpus, ckpt.parent, "--max_iters", 4, "--pos", "accum_qk")
+    torch.save(torch.load(ckpt) | {"iter_num": 2}, ckpt)
+    os.mkdir("results")
+    os.mkdir("assets")
+    run.main("tiny")
+    path.unlink()
+    run.main("tiny")
+    evaluated = "eval_extrapolate.py 32,...,2048"
+    assert calls == ["train.py --resume", evaluated, "train.py out/tiny-accum_qkv", evaluated, evaluated]
 
-    (tmp_path / "README.md").write_text("before\n<!-- table: tiny -->\nold\n<!-- end -->\nafter\n")
-    run.main(["tables"])
-    first = (tmp_path / "README.md").read_text()
-    run.main(["tables"])
-    assert first == (tmp_path / "README.md").read_text() and (tmp_path / "assets/extrapolation.png").exists()
-    head = "| scheme | perplexity per byte at 32 | 128 (4x) | 512 (16x) |"
-    assert first.startswith(f"before\n<!-- table: tiny -->\n{head}")
-    assert first.endswith("|\n<!-- end -->\nafter\n")
-    assert "old" not in first and "| `random_qk-seed2-" in first
-    rows = by_context(result, "last")
-    assert f"| {rows[32]['ppl']:.2f} | {rows[128]['ratio']:.2f} ± " in first and " | - | - | - |\n" in first
-    long = (tmp_path / "results/README.md").read_text()
-    assert "4 iterations, seed 1; 4 iterations, seed 2" in long and "python train.py --preset tiny" in long
-    assert f"{rows[512]['ratio']:.2f} ± {rows[512]['ratio'] * rows[512]['log_ratio_stderr']:.2f} |" in long
-
-    mixed = tmp_path / "results" / f"{run.name_of(*runs[1])}.json"
-    mixed.write_text(mixed.read_text().replace(result["text"], "another"))
+    Path("README.md").write_text("before\n<!-- table: tiny -->\nold\n<!-- end -->\nafter\n")
+    run.main("tables")
+    first, long = Path("README.md").read_text(), Path("results/README.md").read_text()
+    head = "| scheme | perplexity per byte at 32 | `last` 128 | `last` 512 | `last` 2,048 | `window` 2,048 |"
+    assert first.startswith(f"before\n<!-- table: tiny -->\n{head}\n| --- |")
+    assert first.endswith(" |\n<!-- end -->\nafter\n") and Path("assets/extrapolation.png").exists()
+    row = rows_of(json.loads(path.read_text()), "last")[128]
+    assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `tiny-accum_qkv` | " in long
+    path.write_text(path.read_text().replace('"text": "', '"text": "another '))
     with pytest.raises(SystemExit):
-        run.main(["tables"])
-    assert "differ in text" in capsys.readouterr().err
+        run.main("tables")
+    assert "differs in text" in capsys.readouterr().err
 
 
-def test_a_pair_is_of_the_same_tokens():
-    run = results_script("run")
-
-    def result(nll, **also):
-        rows = [{"protocol": "last", "context": n, "stretch_nll": v} for n, v in zip((32, 64), nll)]
-        return {"run": "r", "text": "digest", "train_context": 32, "rows": rows} | also
-    one, other = result([[1.0, 2.0], [2.0, 4.0]]), result([[1.0, 1.0], [1.0, 2.0]])
-    assert run.paired(one, other, "last", 64) == (1.5, 0.5)
-    assert run.paired(one, other, "last", 64, 32) == (1.0, 0.0)              # differences 1 - 0 and 2 - 1
-    assert math.isnan(run.paired(result([[1.0, 1.0], [None, 1.0]]), other, "last", 64)[0])
-    for difference in ({"text": "another"}, {"train_context": 16}):
-        with pytest.raises(ValueError, match="same tokens"):
-            run.paired(one, other | difference, "last", 64)
+def test_differences_are_paired_by_stretch():
+    one, other = {"stretch_nll": [2.0, 4.0]}, {"stretch_nll": [1.0, 2.0]}
+    assert importlib.import_module("results.run").difference(one, other) == "+1.500 ± 0.500"
 
 
-def test_costs_are_measured(capsys):
+def test_costs_are_measured():
     """The parts of results/speed.py, on sizes that take no time."""
-    speed = results_script("speed")
-    steps = speed.steps(["rope", "alibi"], n=1)
-    assert steps["rope"]["ratio"] == 1 and steps["alibi"]["ms"] > 0
-    forward = speed.forward_of("accum_qkv", 1000, **speed.LAYER)
-    assert forward["ratio"] > 0 and forward["context"] == 1000 and forward["peak_mb"] >= forward["mb"] >= 0
-    assert set(speed.ALL) >= {name for name in SCHEMES if not name.startswith("random")}
+    speed = importlib.import_module("results.speed")
+    assert speed.steps(["rope", "alibi"], n=1)["rope"]["ratio"] == 1
+    assert speed.forward("accum_qkv", 1000, **speed.LAYER)["ratio"] > 0
     small = "--n_layer 1 --n_embd 32 --n_head 1 --block_size 8 --batch_size 2 --gradient_accumulation_steps 1"
-    small += " --device cpu --max_iters 3 --log_interval 1"
-    trained = speed.train_of("rope", *small.split())
-    assert trained["tokens_per_second"] > 0 and trained["mfu"] is None
+    flags = f"{small} --device cpu --max_iters 3 --log_interval 1".split()
+    assert speed.training("rope", *flags)["tokens_per_second"] > 0
 
 
 # -----------------------------------------------------------------------------------------------------------

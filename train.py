@@ -288,7 +288,7 @@ class Run:
         folder = data.find(config.data)
         self.encoding, self.vocab_size = data.describe(folder)
         if resume:
-            data.check_encoding(folder, saved["encoding"], saved["vocab_size"])
+            data.check_encoding(folder, saved["encoding"])
         else:
             torch.manual_seed(config.seed)
             model = GPT(configured(GPTConfig, {"vocab_size": self.vocab_size} | values))
