@@ -1715,6 +1715,12 @@ def two_ranks():
         p.kill()
 
 
+def finish(ranks, timeout=120):
+    printed = [p.communicate(timeout=timeout) for p in ranks]
+    assert [p.returncode for p in ranks] == [0, 0], printed
+    return printed
+
+
 def wait_for(path, seconds=60):
     deadline = time.time() + seconds
     while not path.exists() and time.time() < deadline:
@@ -1734,11 +1740,9 @@ def test_two_ranks_train_like_one(corpus, tmp_path, monkeypatch, capsys, two_ran
     for out in (one, two):                                   # two goes on with two ranks, then again with one
         assert run_train(corpus, out, *flags, "--max_iters", 3) == 0
     assert run_train(corpus, one, *flags, "--max_iters", 6, "--resume") == 0
-    started = two_ranks("train.py", *SMALL, "--data", corpus, "--out_dir", two, *flags, "--max_iters", 6,
-                        "--resume")
-    printed = [p.communicate(timeout=120) for p in started]
-    assert [p.returncode for p in started] == [0, 0] and "iter 6/6" in printed[0][0], printed
-    assert printed[1][0] == "" and weights(two)[0]["iter_num"] == 6
+    printed = finish(two_ranks("train.py", *SMALL, "--data", corpus, "--out_dir", two, *flags,
+                               "--max_iters", 6, "--resume"))
+    assert "iter 6/6" in printed[0][0] and printed[1][0] == "" and weights(two)[0]["iter_num"] == 6
     for out in (one, two):
         assert run_train(corpus, out, *flags, "--max_iters", 8, "--resume") == 0
     for key in ("loss", "grad_norm"):
