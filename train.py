@@ -308,8 +308,10 @@ class Run:
         self.log_file = open_log(ckpt.parent, self.iter_num) if ranks()[0] == 0 else None
         self.model = wrapped(model, config, self.device)
         where = device_name(self.device)
-        print0("{}: {:,} parameters ({:,} positional)".format(model.config.pos, *model.num_params()),
-               f"on {where}, {dtype}")
+        total, positional = model.num_params()
+        print0(f"{model.config.pos}: {total:,} parameters ({positional:,} positional), on {self.world_size} x",
+               f"{where}, {str(dtype)[6:]}\n{folder} -> {ckpt.parent}, context {config.block_size:,},",
+               f"{config.sequences * config.block_size:,} tokens per iter")
         self.log(model_config=asdict(model.config), train_config=asdict(config), device=where)
 
     def load_progress(self, saved):
@@ -346,8 +348,8 @@ class Run:
         rate = config.sequences * config.block_size / seconds
         used = mfu(self.raw_model, config.block_size, rate / self.world_size, device_name(self.device))
         speed = f"{rate:,.0f} tok/s" + (f" | MFU {used:.1%}" if used else "")
-        print0(f"iter {done:,}/{config.max_iters:,} | loss {loss:.4f} | lr {lr:.1e} |",
-               f"{1000 * seconds:.0f} ms | {speed} | ETA {data.clock(seconds * (config.max_iters - done))}")
+        print0(f"iter {done:,}/{config.max_iters:,} ({done / config.max_iters:.0%}) | loss {loss:.4f} |",
+               f"lr {lr:.1e} | {1000 * seconds:.0f} ms | {speed} | ETA {data.clock(seconds * (config.max_iters - done))}")
         self.log(loss=loss, lr=lr, grad_norm=norm, tokens_per_second=rate)
         self.latest, self.started = [], time.perf_counter()
 
@@ -363,7 +365,9 @@ class Run:
             raise ArithmeticError(f"the validation loss at iter {self.iter_num:,} is {loss}")
         self.best_val_loss = min(loss, self.best_val_loss)
         self.save()
-        print0(f"iter {self.iter_num:,}: validation loss {loss:.4f}, saved {self.ckpt}")
+        perplexity = math.exp(min(loss, 700))
+        print0(f"iter {self.iter_num:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f},",
+               f"saved {self.ckpt}")
         self.log(val_loss=loss)
         self.started = time.perf_counter()                   # no part of the time of an iter
 
@@ -385,8 +389,13 @@ def train(run):
     """Train until max_iters, or a signal to any rank. -> exit status."""
     config, model, optimizer = run.config, run.model, run.optimizer
     caught = []
+
+    def on_signal(number, frame):
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)                # a second one kills
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: caught.append(number))
+        signal.signal(number, on_signal)
 
     run.latest, run.started = [], time.perf_counter()        # since the last log line
     while run.iter_num < config.max_iters:
@@ -420,7 +429,7 @@ def train(run):
         if stop:
             run.save()
             print0(f"saved iter {run.iter_num:,}; continue with --resume --out_dir {config.out_dir}")
-            return 128 + signal.SIGTERM
+            return 128 + (caught or [signal.SIGTERM])[0]     # a signal reaches one rank alone
     return 0
 
 
