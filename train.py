@@ -309,8 +309,8 @@ class Run:
         self.model = wrapped(model, config, self.device)
         where = device_name(self.device)
         total, positional = model.num_params()
-        print0(f"{model.config.pos}: {total:,} parameters ({positional:,} positional), on {self.world_size} x",
-               f"{where}, {str(dtype)[6:]}\n{folder} -> {ckpt.parent}, context {config.block_size:,},",
+        print0(f"{model.config.pos}: {total:,} parameters ({positional:,} positional), on",
+               f"{self.world_size} x {where}, {str(dtype)[6:]}\n{folder} -> {ckpt.parent}, context {config.block_size:,},",
                f"{config.sequences * config.block_size:,} tokens per iter")
         self.log(model_config=asdict(model.config), train_config=asdict(config), device=where)
 
@@ -348,8 +348,9 @@ class Run:
         rate = config.sequences * config.block_size / seconds
         used = mfu(self.raw_model, config.block_size, rate / self.world_size, device_name(self.device))
         speed = f"{rate:,.0f} tok/s" + (f" | MFU {used:.1%}" if used else "")
+        eta = data.clock(seconds * (config.max_iters - done))
         print0(f"iter {done:,}/{config.max_iters:,} ({done / config.max_iters:.0%}) | loss {loss:.4f} |",
-               f"lr {lr:.1e} | {1000 * seconds:.0f} ms | {speed} | ETA {data.clock(seconds * (config.max_iters - done))}")
+               f"lr {lr:.1e} | {1000 * seconds:.0f} ms | {speed} | ETA {eta}")
         self.log(loss=loss, lr=lr, grad_norm=norm, tokens_per_second=rate)
         self.latest, self.started = [], time.perf_counter()
 
