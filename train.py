@@ -310,7 +310,8 @@ class Run:
         where = device_name(self.device)
         total, positional = model.num_params()
         print0(f"{model.config.pos}: {total:,} parameters ({positional:,} positional), on",
-               f"{self.world_size} x {where}, {str(dtype)[6:]}\n{folder} -> {ckpt.parent}, context {config.block_size:,},",
+               f"{self.world_size} x {where}, {str(dtype)[6:]}")
+        print0(f"{folder} -> {ckpt.parent}, context {config.block_size:,},",
                f"{config.sequences * config.block_size:,} tokens per iter")
         self.log(model_config=asdict(model.config), train_config=asdict(config), device=where)
 
