@@ -6,6 +6,7 @@ transport in GPT, the layer's own in Attention, and the call of `attend`. See tr
 """
 import math
 import pickle
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -210,7 +211,9 @@ def load_model(path, device="cpu"):
     Raises ValueError, naming the file, if there is none, or it is truncated, or of something else.
     """
     try:
-        saved = torch.load(path, map_location=device, weights_only=True)
+        with warnings.catch_warnings():                      # torch says more than one line of foreign files
+            warnings.simplefilter("ignore")
+            saved = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no checkpoint at {path}: train one with train.py --out_dir {Path(path).parent}")
     except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as e:

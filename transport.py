@@ -125,11 +125,13 @@ def attend(q, k, v, transport=None, value_transport=None, key_bias=None, past=No
 
     keys, values = k, v
     if transport is not None:
-        q, keys = for_queries(transport.encode, q, k), transport.encode(k)
+        q = for_queries(transport.encode, q, k)
+        keys = transport.encode(k)
     if value_transport is not None:
         values = value_transport.encode(v)
     if past is not None:
-        keys, values = append(past, "k", keys, 2), append(past, "v", values, 2)
+        keys = append(past, "k", keys, 2)
+        values = append(past, "v", values, 2)
 
     if key_bias is None:
         o = softmax_attention(q, keys, values)
@@ -202,15 +204,17 @@ def softmax_attention(q, k, v, mask=None, causal=True, scale=None):
 
 def biased_attention(q, k, v, key_bias):
     """softmax_j(q_i . k_j / sqrt(d) + key_bias_j) v_j over j <= i; shapes as in `attend`."""
-    dtype, kernel, groups = q.dtype, kernel_dtype(q, key_bias), q.size(1) // k.size(1)
+    dtype, kernel = q.dtype, kernel_dtype(q, key_bias)
     q, k, v = q.to(kernel), k.to(kernel), v.to(kernel)
+    groups = q.size(1) // k.size(1)
     if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
 
     bias = key_bias.double().clamp_min(-1e30)                # -inf - -inf would be no number
     short = q.size(2) * k.size(2) <= SEGMENT ** 2
-    o = masked_attention(q, k, v, bias) if short else segmented_attention(q, k, v, bias)
-    return o.to(dtype)
+    by_kind = masked_attention if short else segmented_attention
+    return by_kind(q, k, v, bias).to(dtype)
 
 
 def kernel_dtype(q, key_bias):
@@ -239,7 +243,9 @@ def masked_attention(q, k, v, bias):
     if bias.requires_grad:
         nothing = (bias - bias.detach()) * math.sqrt(d)      # adds zero to a logit, but takes its gradient
         channels = F.pad(nothing[..., None], (0, 7)).to(k.dtype).expand(*k.shape[:3], 8)
-        q, k, v = F.pad(q, (0, 8), value=1.0), torch.cat((k, channels), dim=-1), F.pad(v, (0, 8))
+        q = F.pad(q, (0, 8), value=1.0)
+        k = torch.cat((k, channels), dim=-1)
+        v = F.pad(v, (0, 8))
     with torch.autocast(q.device.type, enabled=False):
         return softmax_attention(q, k, v, mask, scale=d ** -0.5)[..., :d]
 
@@ -248,8 +254,9 @@ def masked_attention(q, k, v, bias):
 def segmented_attention(q, k, v, bias):
     """Long texts, by segments: logits of the segment's own keys are explicit, earlier keys go to SDPA."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    d, T, zero, out = q.size(-1), k.size(2), row_zero(bias), []
+    d, T = q.size(-1), k.size(2)
     first = T - q.size(2)
+    zero, out = row_zero(bias), []
     with torch.autocast(q.device.type, enabled=False):
         for start in range(first, T, SEGMENT):
             near = slice(start, min(start + SEGMENT, T))
@@ -269,7 +276,8 @@ def near_and_far(logits, near_v, q, far_k, far_v, bias, zero):
     log-sum-exp, its value marks an extra channel, and what arrives there is the weight of the near part. It
     stands last: met first, it would turn the weights of far keys into slow numbers like 1e-40.
     """
-    (B, H, S, d), start, wide = q.shape, far_k.size(2), logits.dtype
+    B, H, S, d = q.shape
+    start, wide = far_k.size(2), logits.dtype
     weights = logits.softmax(-1)
     near = weights @ near_v.to(wide)
     if start == 0:
@@ -347,7 +355,9 @@ class Reflections:
     """
 
     def __init__(self, w, start=None):
-        dtype, (B, H, _, d), w = torch.promote_types(w.dtype, torch.float32), w.shape, w.double()
+        dtype = torch.promote_types(w.dtype, torch.float32)
+        B, H, _, d = w.shape
+        w = w.double()
         norm = w.square().sum(-1)
         beta = torch.where(norm > 0, 2 / torch.where(norm > 0, norm, 1), 0)
         W, X = ut_transform(w, beta)
@@ -408,8 +418,9 @@ def path_attention(q, k, v, w, beta, key_bias=None, past=None):
     if w.shape != q.shape or beta.shape != q.shape[:3] or not q.size(2):
         raise ValueError(f"w {tuple(w.shape)} and beta {tuple(beta.shape)} do not fit q {tuple(q.shape)}")
     check_shapes(q, k, v, key_bias, past)
-    dtype, kernel, wide = q.dtype, kernel_dtype(q, key_bias), torch.promote_types(q.dtype, torch.float32)
-    old, T, scale, out = held(past), q.size(2), q.size(3) ** -0.5, []
+    dtype, kernel = q.dtype, kernel_dtype(q, key_bias)
+    wide = torch.promote_types(dtype, torch.float32)
+    old, T, d, out = held(past), q.size(2), q.size(3), []
 
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, w, beta = q.to(wide), k.to(wide), v.to(wide), w.to(wide), beta.to(wide)
@@ -425,7 +436,7 @@ def path_attention(q, k, v, w, beta, key_bias=None, past=None):
             near = slice(old + now.start, old + now.stop)    # of all
             steps = w[:, :, now], beta[:, :, now]
             logits, q_start, k_end, product = path_segment(q[:, :, now], k[:, :, now], *steps)
-            logits = logits * scale + bias_mask(bias, zero, near, near, wide)
+            logits = logits * d ** -0.5 + bias_mask(bias, zero, near, near, wide)
             far_v = v[:, :, :near.start]
             out.append(near_and_far(logits, v[:, :, near], q_start.to(kernel), keys, far_v, bias, zero))
             keys = torch.cat((F.hardshrink(keys @ product, TINY), k_end), dim=2)
@@ -449,7 +460,8 @@ def path_segment(q, k, w, beta):
     N, c = q.shape[2:4]
 
     # inside a chunk: logits, queries at its start, keys at its end, and its product A = H_1 ... H_c for rows
-    QWX, WK = (q @ W.mT).tril() @ X, (W @ k.mT).tril(-1)
+    QWX = (q @ W.mT).tril() @ X
+    WK = (W @ k.mT).tril(-1)
     own = (q @ k.mT - QWX @ WK).tril()
     q = q - QWX @ W
     k = k - (X @ WK).mT @ W
@@ -465,8 +477,8 @@ def path_segment(q, k, w, beta):
         keys = torch.cat((keys @ A[:, :, n], k[:, :, n]), dim=2)
         product = product @ A[:, :, n]
 
-    logits, q_start = torch.cat(rows, dim=2), torch.cat(q_start, dim=2)
-    return logits[:, :, :S, :S], q_start[:, :, :S], keys[:, :, :S], product
+    logits = torch.cat(rows, dim=2)[:, :, :S, :S]
+    return logits, torch.cat(q_start, dim=2)[:, :, :S], keys[:, :, :S], product
 
 
 # -----------------------------------------------------------------------------------------------------------

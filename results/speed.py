@@ -1,15 +1,12 @@
-"""What every scheme costs, behind the README's figures.
+"""What every scheme costs, into speed.json, on CUDA gpu.json: python results/speed.py steps|forward|paper|gpu
 
-    python results/speed.py steps     training steps of the tiny preset, interleaved: median time over rope's
-    python results/speed.py forward   16,384 to 65,536 tokens through one layer with a head of 64: time over
-                                      that of bare SDPA and matmul calls of the same sizes, and peak memory
-    python results/speed.py paper     the same for 65,536 tokens and the paper's model; half an hour on CPU
-    python results/speed.py gpu       training the paper preset on random tokens: rate, MFU, memory; on CUDA
-
-Each writes its part of results/speed.json, on CUDA of results/gpu.json. random_* run the code of accum_*.
+steps    training steps of the tiny preset, interleaved: median time over rope's
+forward  65,536 tokens through one layer with a head of 64: time over nope's (no positions), and memory
+paper    the same through the paper's model; an hour on CPU
+gpu      training the paper preset on random tokens: rate, MFU, memory; on CUDA
 """
 import json
-import statistics
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,144 +18,108 @@ sys.path[:0] = [str(RESULTS), str(RESULTS.parent)]
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import data
 import train
-from eval_extrapolate import peak_mb
-from model import LOGITS_AT_ONCE, GPT, GPTConfig
+from model import GPT, GPTConfig
 from run import cpu
 from transport import SCHEMES
 
+ALL = [*SCHEMES, "accum_qkv+alibi", "accum_qkv+fox", "path+fox"]
 SOME = ["rope", "accum_qkv", "accum_qkv+alibi", "path"]
-ALL = [pos for pos in SCHEMES if not pos.startswith("random")]
-ALL += ["accum_qkv+alibi", "accum_qkv+fox", "path+fox"]
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-LAYER = {"n_layer": 1, "n_head": 1, "n_embd": 64, "vocab_size": 257}
 TINY = {"n_layer": 4, "n_head": 2, "n_embd": 128, "vocab_size": 257}
+LAYER = {"n_layer": 1, "n_head": 1, "n_embd": 64, "vocab_size": 257}
 
 
-def seconds(f):
+def seconds(f, *inputs):
     """Time of a call, the device's work included."""
     start = time.perf_counter()
-    f()
+    f(*inputs)
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
+def peak_mb():
+    """Peak memory of this process so far, in MB: allocated on CUDA, resident on Linux."""
+    if CUDA:
+        return round(torch.cuda.max_memory_allocated() / 1e6)
+    status = Path("/proc/self/status").read_text()
+    return round(int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024 / 1e6)
+
+
 def steps(schemes=ALL, n=21):
-    """Time of a training step of 16 x 256 tokens: scheme -> milliseconds, ratio to rope's."""
+    """Median time of a training step of 16 x 256 tokens: scheme -> seconds, ratio to rope's."""
     x, y = torch.randint(0, 257, (2, 16, 256), device=DEVICE)
     dtype = train.pick_dtype("auto", DEVICE.type)
-    runs = {}
-    for pos in schemes:
-        model = GPT(GPTConfig(pos=pos, **TINY)).to(DEVICE)
-        runs[pos] = model, train.make_optimizer(model, train.TrainConfig())
+    models = {pos: GPT(GPTConfig(pos=pos, **TINY)).to(DEVICE) for pos in schemes}
+    optimizers = {pos: train.make_optimizer(models[pos], train.TrainConfig()) for pos in schemes}
 
-    def step(model, optimizer):
+    def step(pos):
         with train.autocast(DEVICE, dtype):
-            loss = model.nll(x, y).mean()
+            loss = models[pos].nll(x, y).mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizers[pos].step()
+        optimizers[pos].zero_grad(set_to_none=True)
 
-    times = {pos: [] for pos in runs}
-    for _ in range(n + 2):
-        for pos, run in runs.items():
-            times[pos].append(seconds(lambda: step(*run)))
-    median = {pos: statistics.median(each[2:]) for pos, each in times.items()}
-    rope = median["rope"]
-    return {pos: {"ms": round(1000 * t, 1), "ratio": round(t / rope, 3)} for pos, t in median.items()}
-
-
-def bare_seconds(config, T, dtype):
-    """Time of the SDPA and matmul calls that a forward of T tokens cannot do without."""
-    def randn(*shape):
-        return torch.randn(*shape, device=DEVICE, dtype=dtype)
-    C = config.n_embd
-    q, k, v = randn(3, 1, config.n_head, T, C // config.n_head)
-    x = randn(T, 4 * C)
-    sdpa = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    layers, head = sdpa, 0
-    for rows, columns in ((C, 3 * C), (C, C), (C, 4 * C), (4 * C, C)):
-        w = randn(rows, columns)
-        layers += seconds(lambda: x[:, :rows] @ w)
-    w, at_once = randn(C, config.vocab_size), LOGITS_AT_ONCE // config.vocab_size
-    for i in range(0, T, at_once):
-        head += seconds(lambda: x[i:i + at_once, :C] @ w)
-    return config.n_layer * layers + head
+    times = [[seconds(step, pos) for pos in schemes] for _ in range(n)]
+    median = dict(zip(schemes, np.median(times, axis=0)))
+    return {pos: {"seconds": t, "ratio": t / median["rope"]} for pos, t in median.items()}
 
 
 @torch.no_grad()
-def forward_of(pos, T, **size):
-    """A forward of T tokens -> seconds, ratio to the bare calls, MB beyond a short forward's, MB in all."""
-    config = GPTConfig(pos=pos, **size)
-    model = GPT(config).to(DEVICE).eval()
-    dtype = torch.bfloat16 if CUDA else torch.float32
-    idx = torch.randint(0, config.vocab_size, (1, T + 1), device=DEVICE)
-
-    def forward(n):
-        with train.autocast(DEVICE, dtype):
-            model.nll(idx[:, :n], idx[:, 1:n + 1])
-    forward(64)
-    before = peak_mb(DEVICE, reset=True)
-    time_model = seconds(lambda: forward(T))
-    peak = peak_mb(DEVICE)
-    ratio = time_model / bare_seconds(config, T, dtype)
-    return {"context": T, "seconds": round(time_model, 2), "ratio": round(ratio, 3), "mb": peak - before,
-            "peak_mb": peak}
+def forward(pos, T, **size):
+    """A forward of T tokens in float32 -> seconds, their ratio to nope's, MB beyond a short forward's."""
+    model = GPT(GPTConfig(pos=pos, **size)).to(DEVICE)
+    nope = GPT(GPTConfig(pos="nope", **size)).to(DEVICE)
+    x, y = torch.randint(0, 257, (2, 1, T), device=DEVICE)
+    model.nll(x[:, :64], y[:, :64])
+    nope.nll(x[:, :64], y[:, :64])
+    before = peak_mb()
+    time_model = seconds(model.nll, x, y)
+    mb = peak_mb() - before
+    ratio = time_model / seconds(nope.nll, x, y)
+    return {"context": T, "seconds": time_model, "ratio": ratio, "mb": mb}
 
 
-def train_of(pos, *flags):
+def training(pos, *flags):
     """-> rate, MFU and memory of a short run of the paper preset on random tokens, from its log."""
+    tokens = np.random.default_rng(0).integers(0, 50257, 10 ** 6, dtype=np.uint16)
     with tempfile.TemporaryDirectory() as folder:
-        tokens = np.random.default_rng(0).integers(0, 50257, 10 ** 6, dtype=np.uint16)
         for split in ("train", "val"):
             tokens.tofile(Path(folder, f"{split}.bin"))
-        run = Path(folder, "run")
-        train.main(["--preset", "paper", "--pos", pos, "--data", folder, "--out_dir", str(run),
-                    "--max_iters", "60", "--eval_interval", "0", "--eval_iters", "1", *flags])
-        entries = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    rates = [entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry]
-    rate = max(rates[1:] or rates)                                           # the first one compiles
-    model = GPT(GPTConfig(**entries[0]["model_config"]))
-    mfu = train.mfu(model, entries[0]["train_config"]["block_size"], rate, entries[0]["device"])
-    return {"tokens_per_second": round(rate), "mfu": mfu and round(mfu, 3), "peak_mb": peak_mb(DEVICE)}
+        train.main(["--preset", "paper", "--pos", pos, "--data", folder, "--out_dir", folder,
+                    "--max_iters", "60", "--eval_iters", "1", "--device", "cuda", *flags])
+        lines = Path(folder, "log.jsonl").read_text().splitlines()
+    rate = max(json.loads(line).get("tokens_per_second", 0) for line in lines)
+    mfu = train.mfu(GPT(GPTConfig(pos=pos)), 512, rate, train.device_name(DEVICE))
+    return {"tokens_per_second": rate, "mfu": mfu, "peak_mb": peak_mb()}
 
 
 def alone(call):
     """A call's result from a process of its own, whose memory nothing else has touched; printed."""
-    code = f"import json, speed; print('\\n' + json.dumps(speed.{call}))"
+    code = f"import json; from speed import *; print('\\n' + json.dumps({call}))"
     printed = subprocess.check_output([sys.executable, "-c", code], cwd=RESULTS, text=True)
     result = json.loads(printed.splitlines()[-1])
-    print(call, result, flush=True)
+    print(call, result)
     return result
 
 
-def measure(what):
-    if what == "steps":
-        return steps()
-    if what == "forward":
-        lengths = (16384, 32768, 65536)
-        return {pos: [alone(f"forward_of('{pos}', {T}, **speed.LAYER)") for T in lengths] for pos in ALL}
-    if what == "paper":
-        return {pos: alone(f"forward_of('{pos}', 65536)") for pos in (SOME if CUDA else ["accum_qkv"])}
-    if what == "gpu" and CUDA:
-        return {pos: alone(f"train_of('{pos}')") for pos in SOME}
-    raise SystemExit("usage: speed.py steps|forward|paper|gpu ..., gpu with a CUDA device")
-
-
-def main():
+def main(what=""):
+    jobs = {"paper": [f"forward('{pos}', 65536)" for pos in SOME],
+            "forward": [f"forward('{pos}', 65536, **LAYER)" for pos in ALL],
+            "gpu": [f"training('{pos}')" for pos in SOME],
+            "steps": ["steps()"]}
+    if what not in jobs:
+        data.die(f"usage: speed.py {'|'.join(jobs)}")
     path = RESULTS / ("gpu.json" if CUDA else "speed.json")
-    machine = torch.cuda.get_device_name() if CUDA else f"{cpu()}, {torch.get_num_threads()} threads"
-    for what in sys.argv[1:] or ["steps", "forward"]:
-        result = json.loads(path.read_text()) if path.exists() else {}
-        result[what] = measure(what) | {"machine": f"{machine}, torch {torch.__version__}"}
-        data.write_json(path, result)
+    machine = f"{cpu()}, {train.device_name(DEVICE)}, torch {torch.__version__}"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    result[what] = {"machine": machine} | {job: alone(job) for job in jobs[what]}
+    data.write_json(path, result)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])
