@@ -2099,11 +2099,13 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     def call_here(command):                                                  # in this process: faster
         script, *flags = command.split()
         calls.append(f"{script} {flags[-1]}")
-        {"train.py": train, "eval_extrapolate.py": eval_extrapolate}[script].main(flags)
+        {"train.py": train, "eval_extrapolate.py": eval_extrapolate, "theory.py": theory}[script].main(flags)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "TABLES", {"tiny": names})
     monkeypatch.setattr(run, "EVALUATION", "--stretches 3 --lengths 32,...,2048")
+    monkeypatch.setattr(run, "MEASURED", ["accum_qkv"])
+    monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --length 128")
     with pytest.raises(SystemExit) as stop:
         run.main("tiny")
     refused((stop.value.code, capsys.readouterr().err), "train.py --preset", "status 2")   # none in here
@@ -2118,14 +2120,20 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     path.unlink()
     run.main("tiny")
     evaluated = "eval_extrapolate.py 32,...,2048"
-    assert calls == ["train.py --resume", evaluated, "train.py out/tiny-accum_qkv", evaluated, evaluated]
+    run.main("theory")
+    assert calls == ["train.py --resume", evaluated, "train.py out/tiny-accum_qkv", evaluated, evaluated,
+                     "theory.py 128"]
 
-    Path("README.md").write_text("before\n<!-- table: tiny -->\nold\n<!-- end -->\nafter\n")
+    marks = "<!-- table: {} -->\nold\n<!-- end -->\n"
+    Path("README.md").write_text("before\n" + marks.format("tiny") + marks.format("theory") + "after\n")
     run.main("tables")
     first, long = Path("README.md").read_text(), Path("results/README.md").read_text()
     head = "| scheme | perplexity per byte at 32 | `last` 128 | `last` 512 | `last` 2,048 | `window` 2,048 |"
     assert first.startswith(f"before\n<!-- table: tiny -->\n{head}\n| --- |")
-    assert first.endswith(" |\n<!-- end -->\nafter\n") and Path("assets/extrapolation.png").exists()
+    assert first.endswith(" |\n<!-- end -->\nafter\n") and "old" not in first
+    assert Path("assets/extrapolation.png").exists() and Path("assets/theory.png").exists()
+    far = json.loads(Path("results/theory-tiny-accum_qkv.json").read_text())["far"]
+    assert f"| {far[0]['far_mass']:.3f} | {far[-1]['far_mass']:.3f} | {far[-1]['predicted']:.3f} |" in first
     row = rows_of(json.loads(path.read_text()), "last")[128]
     assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `tiny-accum_qkv` | " in long
     path.write_text(path.read_text().replace('"text": "', '"text": "another '))

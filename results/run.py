@@ -1,7 +1,8 @@
 """The runs behind README.md, made again by one line a table, from the folder that holds out/.
 
     python results/run.py tiny      trains and evaluates the table's runs, into results/RUN.json
-    python results/run.py tables    writes results/README.md, README.md's table and the figure
+    python results/run.py theory    measures some of them with theory.py, into results/theory-RUN.json
+    python results/run.py tables    writes results/README.md, README.md's tables and both figures
 
 A finished training in out/RUN is evaluated only, an unfinished one goes on; what is evaluated is skipped.
 """
@@ -21,9 +22,12 @@ sys.path.insert(0, str(ROOT))
 import data
 from eval_extrapolate import cell, mean_and_error, plot
 from model import load_model
+from theory import plot as theory_plot
 
 SCHEMES = """nope rope random_qk random_qkv accum_qk accum_qkv path householder_qk householder_qkv alibi fox
              rope+alibi random_qkv+alibi accum_qkv+alibi hidden_qkv+alibi accum_qkv+fox path+fox""".split()
+MEASURED = ["rope", "random_qk", "random_qkv", "accum_qkv", "alibi", "accum_qkv+alibi"]
+MEASUREMENT = "--length 16384 --stretches 2"
 # table -> name of each run -> flags of train.py; all are evaluated with the same flags
 TABLES = {"tiny": {f"tiny-{pos}": f"--pos {pos} --preset tiny" for pos in SCHEMES}}
 EVALUATION = "--lengths 256,...,16384 --stretches 12"
@@ -66,6 +70,34 @@ def make(table):
         call(evaluate)
         result = json.loads((folder / "extrapolate.json").read_text())
         data.write_json(path, result | {"commands": [train, evaluate], "cpu": cpu()})
+
+
+def measure():
+    """The quantities of the theory on some trained models."""
+    for pos in MEASURED:
+        command = f"theory.py out/tiny-{pos} {MEASUREMENT}"
+        call(command)
+        result = json.loads(Path("out", f"tiny-{pos}", "theory.json").read_text())
+        path = ROOT / "results" / f"theory-tiny-{pos}.json"
+        data.write_json(path, result | {"command": command, "cpu": cpu()})
+
+
+def theory_table(results):
+    """Far mass at the training context and at the longest one, its prediction, and coherence."""
+    titles = ["scheme", "far mass", "at the longest", "predicted", "Δ_eff", "coherence", "expected"]
+    rows = []
+    for result in results:
+        first, last = result["far"][0], result["far"][-1]
+        rows.append([
+            f"`{result['pos']}`",
+            f"{first['far_mass']:.3f}",
+            f"{last['far_mass']:.3f}",
+            f"{last['predicted']:.3f}",
+            f"{first['gap']:.1f} → {last['gap']:.1f}",
+            f"{first['coherence']:.2f} → {last['coherence']:.2f}",
+            f"{last['expected']:.2f}",
+        ])
+    return markdown(titles, rows)
 
 
 def load(table):
@@ -149,8 +181,17 @@ Values carried: loss by `last` of `_qkv` minus that of `_qk`, in nats:
 """
 
 
+def between_marks(readme, table, text):
+    """README.md with this text between the marks of a table."""
+    mark = f"<!-- table: {table} -->\n"
+    if mark not in readme:
+        raise ValueError(f"README.md has no line {mark.strip()}")
+    before, rest = readme.split(mark)
+    return f"{before}{mark}{text}\n{rest[rest.index('<!-- end -->'):]}"
+
+
 def tables():
-    """Write everything that shows numbers: results/README.md, README.md between its marks, the figure."""
+    """Write everything that shows numbers: results/README.md, README.md between its marks, the figures."""
     text = """# Results
 
 Written by `python results/run.py tables`. A ratio is the perplexity over that at the training context,
@@ -160,16 +201,17 @@ Written by `python results/run.py tables`. A ratio is the perplexity over that a
     for table in TABLES:
         results = load(table)
         text += f"\n{section(table, results)}"
-        mark = f"<!-- table: {table} -->\n"
-        if mark not in readme:
-            raise ValueError(f"README.md has no line {mark.strip()}")
-        before, rest = readme.split(mark)
-        after = rest[rest.index("<!-- end -->"):]
         base = results[0]["train_context"]
         columns = [("last", 4 * base), ("last", 16 * base), ("last", 64 * base), ("window", 64 * base)]
-        readme = f"{before}{mark}{ratio_table(results, columns)}\n{after}"
+        readme = between_marks(readme, table, ratio_table(results, columns))
     figure = plot([result | {"run": result["pos"]} for result in load("tiny")])   # schemes as labels
     figure.savefig(ROOT / "assets" / "extrapolation.png")
+
+    paths = [ROOT / "results" / f"theory-tiny-{pos}.json" for pos in MEASURED]
+    measured = [json.loads(path.read_text()) for path in paths]
+    theory_plot(measured).savefig(ROOT / "assets" / "theory.png")
+    readme = between_marks(readme, "theory", theory_table(measured))
+    text += f"\n## theory\n\n    python {measured[0]['command']}\n\n{theory_table(measured)}\n"
     (ROOT / "README.md").write_text(readme)
     (ROOT / "results" / "README.md").write_text(text)
 
@@ -178,10 +220,12 @@ def main(what="", *more):
     try:
         if what == "tables" and not more:
             tables()
+        elif what == "theory" and not more:
+            measure()
         elif what in TABLES and not more:
             make(what)
         else:
-            raise ValueError(f"usage: run.py {'|'.join(TABLES)}|tables")
+            raise ValueError(f"usage: run.py {'|'.join(TABLES)}|theory|tables")
     except (ValueError, OSError) as error:
         data.die(error)
 
