@@ -24,7 +24,7 @@ from eval_extrapolate import cell, mean_and_error, plot
 from model import load_model
 from theory import plot as theory_plot
 
-SCHEMES = "nope rope random_qk random_qkv accum_qk accum_qkv path alibi accum_qkv+alibi".split()
+SCHEMES = "nope rope random_qk random_qkv accum_qk accum_qkv path alibi rope+alibi accum_qkv+alibi".split()
 MEASURED = ["rope", "random_qk", "random_qkv", "accum_qkv", "alibi", "accum_qkv+alibi"]
 MEASUREMENT = "--length 16384 --stretches 2"
 # table -> name of each run -> flags of train.py; all are evaluated with the same flags
