@@ -230,7 +230,8 @@ def plot(results):
     plt = pyplot()
     plt.rcParams["font.size"] = 10                           # 13.9 px
     fig, ax = plt.subplots(figsize=(8.8, 5.2), dpi=200)
-    biased = "any rotation + " + " or ".join(name for name in SCHEMES if SCHEMES[name].kind == "bias")
+    biases = {parse(result["pos"])[1] for result in results} - {None}
+    biased = "any rotation + " + " or ".join(sorted(biases))
     ends = {}                                                # label -> ratio where the line ends, color
     for result in sorted(results, key=lambda result: parse(result["pos"])[1] is None):
         last = [row for row in result["rows"] if row["protocol"] == "last" and row["ratio"]]
