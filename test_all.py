@@ -176,7 +176,7 @@ def test_attend_equals_the_definition(T, values, biased):
         same(out, expected, [q, k, v, steps, value_steps, bias], 1e-11 if T < 33 else 1e-10)
 
 
-@pytest.mark.parametrize("T,T_k", [(1, 1), (1, 40), (3, 40), (40, 40), (33, 70)])
+@pytest.mark.parametrize("T,T_k", [(1, 40), (3, 20), (20, 40)])
 @pytest.mark.parametrize("H_kv", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["plain", "rotation", "reflections"])
 @pytest.mark.parametrize("biased", [False, True])
@@ -788,19 +788,18 @@ def test_compile_and_autocast_leave_phases_alone():
 
 
 @pytest.mark.parametrize(
-    "pos,vocab,most", [("rope", 64, 2), ("accum_qkv", 50304, 5), ("accum_qkv+alibi", 64, 22)]
+    "pos,vocab,n,most", [("rope", 64, 9, 2), ("accum_qkv", 50304, 9, 5), ("alibi", 64, 6, 2)]
 )
-def test_nine_lengths_compile_few_graphs(pos, vocab, most):
-    """Symbolic lengths: one graph for the first length, one for all others, two around the loss of a large
-    vocabulary, and a break in each layer where biased attention takes segments."""
+def test_nine_lengths_compile_few_graphs(pos, vocab, n, most):
+    """Symbolic lengths: one graph for the first length, one for all others, and two around the loss of a large
+    vocabulary. A bias breaks the graph in each layer where a text has segments, beyond 768."""
     torch._dynamo.reset()
     model, counter = tiny(pos, n_layer=1, vocab_size=vocab), CompileCounter()
     run = torch.compile(model.nll, backend=counter)
     with torch.no_grad():
-        for T in (16 * 2**i for i in range(9)):
-            assert (
-                run(ids(1, T), ids(1, T, seed=1)) - model.nll(ids(1, T), ids(1, T, seed=1))
-            ).abs().max() < 1e-5, T
+        for T in (16 * 2**i for i in range(n)):
+            x, y = ids(1, T), ids(1, T, seed=1)
+            assert (run(x, y) - model.nll(x, y)).abs().max() < 1e-5, T
     assert counter.frame_count <= most
 
 
