@@ -791,7 +791,7 @@ def test_compile_and_autocast_leave_phases_alone():
     "pos,vocab,n,most", [("rope", 64, 9, 2), ("accum_qkv", 50304, 9, 5), ("alibi", 64, 6, 2)]
 )
 def test_nine_lengths_compile_few_graphs(pos, vocab, n, most):
-    """Symbolic lengths: one graph for the first length, one for all others, and two around the loss of a large
+    """Symbolic lengths: a graph for the first length, one for all others, and two around the loss of a large
     vocabulary. A bias breaks the graph in each layer where a text has segments, beyond 768."""
     torch._dynamo.reset()
     model, counter = tiny(pos, n_layer=1, vocab_size=vocab), CompileCounter()
