@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -2330,7 +2329,7 @@ def dense_statistics(logits, carried, v, rows, near):
     ("reflections", False), ("reflections", True), ("path", False)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_statistics_equal_products_of_matrices(kind, values, biased, monkeypatch):
-    monkeypatch.setattr(theory, "SEGMENT", 64)              # several, of which one has no query
+    monkeypatch.setattr("transport.SEGMENT", 64)              # several, of which one has no query
     T, H, near, rows = 130, 2, 20, torch.tensor([25, 63, 128, 129])
     w, steps = randn(1, H, T, 8, seed=5), 2 * randn(1, H, T, 4, seed=9)
     unit, beta = F.normalize(w, dim=-1), 2 * torch.sigmoid(randn(1, H, T, seed=6))
@@ -2377,7 +2376,7 @@ def test_statistics_in_float32_at_length():
         assert close_to(narrow[key].double(), wide[key], 2e-5), key
 
 
-def test_memory_is_linear_in_length():
+def test_measuring_takes_memory_linear_in_length():
     class Largest(TorchDispatchMode):
         numel = 0
 
@@ -2390,9 +2389,9 @@ def test_memory_is_linear_in_length():
     for T in (16384, 32768):
         q = torch.randn(1, 1, T, 8)
         rotation, path = random_rotation(T, 1), PathTransport(F.normalize(q, dim=-1), torch.ones(1, 1, T))
-        for transport, carried in ((rotation, rotation), (path, None)):
+        for keys, carried in ((rotation, rotation), (path, None)):
             with Largest() as mode:
-                layer = q, q, q, transport, carried, torch.zeros(1, 1, T)
+                layer = q, q, q, keys, carried, torch.zeros(1, 1, T)
                 theory.far_statistics(layer, torch.arange(T - 64, T), 64)
             assert mode.numel <= 64 * T + 64 ** 2           # Q x T, and UT chunks of 64 x T
 
@@ -2679,6 +2678,12 @@ def test_measuring_refuses_bad_input(flags, config, ckpt, words, theory_data, tm
 
 # -----------------------------------------------------------------------------------------------------------
 # README.md, and how the code is written
+
+def test_no_test_hides_another_of_its_name():
+    body = ast.parse(Path(__file__).read_text()).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    assert len(names) == len(set(names))
+
 
 def test_readme_example_is_the_scheme_it_names():
     example = (HERE / "README.md").read_text().split("```python\n")[1].split("```")[0]

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 
 import data
-from eval_extrapolate import Progress, check_runs, finite, pyplot
+from eval_extrapolate import Progress, check_runs, finite, parse_lengths, pyplot
 from model import load_model
 from train import pick_device
-from transport import SEGMENT, TINY, Rotation, path_segment, rope_steps, rotate
+from transport import Rotation, path_segments, rope_steps, rotate
 
 CHECKS = []                                                 # (section, check) in the order of this file
 TEXTS = torch.cartesian_prod(*[torch.arange(6)] * 4)        # all of 4 tokens, 6 in the vocabulary
@@ -585,16 +585,11 @@ def path_products(q, k, path, rows):
 
     q, k (1, H, T, d) -> (1, H, Q, T). As in path_attention, keys are carried on from segment to segment.
     """
-    keys, products = k[:, :, :0], []
-    for start in range(0, k.size(2), SEGMENT):
-        now = slice(start, start + SEGMENT)
-        steps = path.w[:, :, now], path.beta[:, :, now]
-        logits, q_start, k_end, product = path_segment(q[:, :, now], k[:, :, now], *steps)
-
-        mine = rows[(rows >= start) & (rows < start + SEGMENT)] - start
-        to_all = torch.cat((q_start[:, :, mine] @ keys.mT, logits[:, :, mine]), dim=-1)
+    products = []
+    for now, logits, q_start, far_k, _ in path_segments(q, k, path.w, path.beta, k[:, :, :0]):
+        mine = rows[(rows >= now.start) & (rows < now.stop)] - now.start
+        to_all = torch.cat((q_start[:, :, mine] @ far_k.mT, logits[:, :, mine]), dim=-1)
         products.append(F.pad(to_all, (0, k.size(2) - to_all.size(-1))))
-        keys = torch.cat((F.hardshrink(keys @ product, TINY), k_end), dim=2)
     return torch.cat(products, dim=2)
 
 
@@ -685,9 +680,7 @@ def measure(run, args):
     ends = np.unique(np.linspace(args.length, len(val), args.stretches).astype(np.int64))
     stretches = np.stack([val[end - args.length:end] for end in ends])
     stretches = torch.from_numpy(stretches.astype(np.int64)).to(device)
-    lengths, near = [context], context // 4
-    while lengths[-1] < args.length:
-        lengths.append(min(2 * lengths[-1], args.length))
+    lengths, near = parse_lengths("", context, args.length), context // 4
 
     progress = Progress(model, run.name, [(length, length) for length in lengths for _ in ends])
     far = []

@@ -431,19 +431,26 @@ def path_attention(q, k, v, w, beta, key_bias=None, past=None):
         if past is not None:
             v = append(past, "v", v, 2)
 
-        for start in range(0, T, SEGMENT):
-            now = slice(start, min(start + SEGMENT, T))      # of the new tokens
-            near = slice(old + now.start, old + now.stop)    # of all
-            steps = w[:, :, now], beta[:, :, now]
-            logits, q_start, k_end, product = path_segment(q[:, :, now], k[:, :, now], *steps)
+        for now, logits, q_start, far_k, keys in path_segments(q, k, w, beta, keys):
+            near = slice(old + now.start, old + now.stop)    # of all tokens
             logits = logits * d ** -0.5 + bias_mask(bias, zero, near, near, wide)
             far_v = v[:, :, :near.start]
-            out.append(near_and_far(logits, v[:, :, near], q_start.to(kernel), keys, far_v, bias, zero))
-            keys = torch.cat((F.hardshrink(keys @ product, TINY), k_end), dim=2)
+            out.append(near_and_far(logits, v[:, :, near], q_start.to(kernel), far_k, far_v, bias, zero))
 
         if past is not None:
             past["k"] = keys
         return torch.cat(out, dim=2).to(dtype)
+
+
+def path_segments(q, k, w, beta, keys):
+    """Walk over segments, after keys (B, H, old, d) of earlier calls. -> for each its slice of tokens, its
+    logits and q_start (see path_segment), all keys before it, at its start, and all keys at its end."""
+    for start in range(0, q.size(2), SEGMENT):
+        now = slice(start, min(start + SEGMENT, q.size(2)))
+        steps = w[:, :, now], beta[:, :, now]
+        logits, q_start, k_end, product = path_segment(q[:, :, now], k[:, :, now], *steps)
+        far_k, keys = keys, torch.cat((F.hardshrink(keys @ product, TINY), k_end), dim=2)
+        yield now, logits, q_start, far_k, keys
 
 
 def path_segment(q, k, w, beta):
