@@ -52,7 +52,9 @@ from transport import (
 HERE = Path(__file__).parent
 ROTATIONS = [name for name, scheme in SCHEMES.items() if scheme.kind == "rotation"]
 BIASES = [name for name, scheme in SCHEMES.items() if scheme.kind == "bias"]
-ALL = ROTATIONS + BIASES + [f"{rotation}+{bias}" for rotation in ROTATIONS for bias in BIASES]
+PAIRS = [f"{rotation}+{bias}" for rotation, bias in zip(ROTATIONS[1:], itertools.cycle(BIASES))]
+MIXED = ["path+alibi", "path+fox", "random_qkv+logn", "accum_qk_v+fox+ssmax", "path+ssmax"]
+ALL = list(dict.fromkeys([*SCHEMES, *PAIRS, *MIXED]))
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # a fall-back to math raises
 
 
@@ -67,7 +69,7 @@ def leaf(*shape, seed=0):
 def tiny(pos="accum_qkv", dtype=torch.float32, seed=0, **config):
     """A small model."""
     torch.manual_seed(seed)
-    small = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64}
+    small = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "train_context": 16}
     return GPT(GPTConfig(**{"pos": pos} | small | config)).to(dtype)
 
 
@@ -78,14 +80,6 @@ def ids(B, T, vocab=64, seed=0):
 def step_is(pos, *modules):
     """Does the rotation of this scheme come from one of these modules?"""
     return issubclass(SCHEMES[parse(pos)[0]].module or object, modules)
-
-
-def bias_is_learned(pos):
-    """Biases with parameters of their own."""
-    bias = parse(pos)[1]
-    return bias is not None and any(
-        True for _ in SCHEMES[bias].module(GPTConfig(n_embd=32, n_head=2)).parameters()
-    )
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -442,8 +436,9 @@ def test_bad_shapes_raise_value_errors():
 
 
 def test_scheme_names():
-    assert parse("accum_qkv+alibi") == ("accum_qkv", "alibi")
-    assert parse("alibi") == ("nope", "alibi") and parse("rope") == ("rope", None)
+    assert parse("accum_qkv+alibi") == ("accum_qkv", "alibi", None)
+    assert parse("alibi") == ("nope", "alibi", None) and parse("rope") == ("rope", None, None)
+    assert parse("rope+fox+logn") == ("rope", "fox", "logn") and parse("ssmax") == ("nope", None, "ssmax")
     for bad in (
         "",
         "rop",
@@ -453,9 +448,11 @@ def test_scheme_names():
         "rope+rope",
         "alibi+alibi",
         "rope+alibi+alibi",
+        "logn+alibi",
+        "rope+logn+ssmax",
         "none",
     ):
-        with pytest.raises(ValueError, match="rotations: nope, rope.*biases: alibi"):
+        with pytest.raises(ValueError, match="rotation: nope, rope.*bias: alibi.*scale: logn"):
             parse(bad)
 
 
@@ -675,7 +672,7 @@ def test_autocast_changes_no_phase_and_mixes_no_dtypes(pos, monkeypatch):
         with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(FUSED):
             half = model.hidden(idx)
             found = attention.inputs(model.wte(idx), idx, model.transport(idx, model.wte(idx)))
-    wide = "+" in pos or pos in BIASES or step_is(pos, transport.PathSteps)
+    wide = parse(pos)[1] or step_is(pos, transport.PathSteps)
     assert (full - half).abs().max() < 0.1 and dtypes == [
         {torch.float32},
         {torch.float32 if wide else torch.bfloat16},
@@ -704,7 +701,7 @@ def test_model_phases_match_float64_under_low_precision(pos):
     for T in (256, 4096, 65536):
         model, idx = tiny(pos).to(torch.bfloat16), ids(1, T)
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            turn, _ = model.transport(idx, model.wte(idx))
+            turn = model.transport(idx, model.wte(idx))["rotation"]
         steps = rope_steps(T, 16).expand(1, 1, T, 8)
         if pos == "accum_qkv":
             steps = F.embedding(idx, model.transport.rotation.table).double().view(1, T, 2, 8).transpose(1, 2)
@@ -725,6 +722,57 @@ def test_random_angles_are_frozen_saved_and_set_by_the_seed():
     assert abs(table.std() - 0.3) < 0.02 and abs(table.mean()) < 0.02
     learned = tiny("accum_qkv", seed=1)
     assert torch.equal(learned.transport.rotation.table, table) and learned.num_params()[1] == 64 * 16
+
+    # values by a table of their own: drawn after the first one, which stays as it was
+    frozen, own = tiny("random_qk_v", seed=1).transport, tiny("accum_qk_v", seed=1)
+    assert torch.equal(frozen.rotation.bits, a.transport.rotation.bits)
+    assert torch.equal(own.transport.values.table, frozen.values.bits.view(torch.float32))
+    assert torch.equal(own.transport.rotation.table, table) and own.num_params()[1] == 2 * 64 * 16
+    both = torch.stack((table, own.transport.values.table.detach())).flatten(1)
+    assert abs(torch.corrcoef(both)[0, 1]) < 0.1 and abs(both[1].std() - 0.3) < 0.02
+
+
+def test_values_by_a_table_of_their_own_equal_the_definition():
+    model, idx = tiny("accum_qk_v", torch.float64), ids(2, 9)
+    x = model.wte(idx)
+    q, k, v, keys, values, _ = model.h[0].attn.inputs(x, idx, model.transport(idx, x))
+    matrices = []
+    for table in (model.transport.rotation.table, model.transport.values.table):
+        steps = F.embedding(idx, table).unflatten(-1, (2, -1)).transpose(1, 2)
+        matrices.append(rotation_matrices(steps.double()))
+    assert (attend(q, k, v, keys, values) - oracle(q, k, v, *matrices)).abs().max() < 1e-11
+
+
+def test_scales_of_the_logits():
+    """logn is max(1, ln i / ln L), nothing in training; ssmax is s ln i. Both multiply logits, not biases."""
+    idx, i = ids(1, 300), torch.arange(1, 301, dtype=torch.float64)
+    plain, scaled = tiny("random_qkv+alibi"), tiny("random_qkv+alibi+logn", train_context=64)
+    with torch.no_grad():
+        a, b = plain.hidden(idx), scaled.hidden(idx)
+    assert torch.equal(a[:, :64], b[:, :64]) and not torch.equal(a[:, 64:], b[:, 64:])
+
+    for pos, expected in (("logn", (i.log() / math.log(64)).clamp_min(1)), ("ssmax", 0.25 * i.log())):
+        model = tiny(f"rope+alibi+{pos}", torch.float64, train_context=64, n_layer=1)
+        attention = model.h[0].attn
+        if pos == "ssmax":
+            assert torch.allclose(attention.transport.scale.s, torch.tensor(1 / math.log(64)).double())
+            attention.transport.scale.s.data.fill_(0.25)
+        inputs = attention.inputs(model.wte(idx), idx, model.transport(idx, model.wte(idx)))
+        unscaled = tiny("rope+alibi", torch.float64, n_layer=1)
+        before = unscaled.h[0].attn.inputs(model.wte(idx), idx, unscaled.transport(idx, model.wte(idx)))
+        assert torch.allclose(inputs[0], before[0] * expected[:, None], rtol=1e-12)
+        assert torch.equal(inputs[1], before[1]) and torch.equal(inputs[5], before[5])
+
+
+def test_out_norm_is_blind_to_the_size_of_a_heads_output():
+    """With out_norm, values twice as large give the same output; without it, twice the output."""
+    for out_norm in (False, True):
+        attention = tiny("rope", torch.float64, out_norm=out_norm).h[0].attn
+        x, idx = randn(1, 9, 32), ids(1, 9)
+        before = attention(x, idx, {})
+        attention.c_attn.weight.data[64:] *= 2
+        ratio = attention(x, idx, {}) / before
+        assert torch.allclose(ratio, torch.full_like(ratio, 1.0 if out_norm else 2.0), rtol=1e-6)
 
 
 def test_initial_angles_from_the_layer_input_have_spread_sigma():
@@ -776,7 +824,7 @@ def test_compile_and_autocast_leave_phases_alone():
 
     @torch.no_grad()
     def run(idx, x):
-        table, hidden = shared(idx, x)[0], layer(idx, x)[0]
+        table, hidden = shared(idx, x)["rotation"], layer(idx, x)["rotation"]
         return table.cos, table.sin, hidden.cos, hidden.sin
 
     expected = run(idx, x)
@@ -811,7 +859,7 @@ class PreviousAngles(transport.LearnedAngles):
 
     def __init__(self, config):
         super().__init__(config)
-        self.before = nn.Parameter(transport.random_angles(config))
+        self.before = nn.Parameter(transport.random_angles(config, 1))
 
     def steps(self, idx, x, past):
         previous = torch.cat((past.get("last", idx[:, :1]), idx[:, :-1]), dim=1)
@@ -943,7 +991,7 @@ def test_bad_prompts_and_configurations():
     for config, word in (
         ({"n_embd": 30, "n_head": 4}, "divisible"),
         ({"n_embd": 30, "n_head": 2}, "even"),
-        ({"pos": "x"}, "rotations"),
+        ({"pos": "x"}, "rotation"),
         ({"n_layer": 0}, "at least 1"),
         ({"sigma": math.nan}, "sigma"),
         ({"sigma": -1.0}, "sigma"),
@@ -2691,7 +2739,8 @@ def test_readme_example_is_the_scheme_it_names():
     q, k, v = (randn(2, 2, 9, 16, seed=s, dtype=torch.float32) for s in range(3))
     scope = {"idx": idx, "q": q, "k": k, "v": v, "T": 9, "n_head": 2, "torch": torch}
     exec(example, scope | {"angle": model.transport.rotation.table}, scope)
-    turn, bias = model.transport(idx, model.wte(idx))
+    given = model.transport(idx, model.wte(idx))
+    turn, bias = given["rotation"], given["bias"]
     assert torch.equal(scope["y"], attend(q, k, v, turn, turn, bias))
 
 
@@ -2699,14 +2748,14 @@ def test_readme_tells_of_schemes_what_the_code_does():
     readme, listed = (HERE / "README.md").read_text(), 0
     for line in readme.splitlines():
         name, *cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
-        if len(cells) == 3 and cells[0] in ("rotation", "bias"):
+        if len(cells) == 3 and cells[0] in transport.KINDS:
             scheme = SCHEMES[name]
-            carried = "q, k, v" if scheme.values else "q, k"
-            if scheme.module is None or scheme.kind == "bias":
+            carried = {False: "q, k", True: "q, k, v"}.get(scheme.values, "q, k; v apart")
+            if scheme.module is None or scheme.kind != "rotation":
                 carried = "-"
             assert cells == [scheme.kind, carried, scheme.about], name
             listed += 1
-    assert listed >= 14
+    assert listed == len(SCHEMES)
     for path in HERE.glob("*.py"):
         assert f"`{path.name}`" in readme
 
