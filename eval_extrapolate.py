@@ -7,8 +7,8 @@ Stretches of the longest context, spread evenly over the validation text, are re
   window  all tokens of the stretches, wherever they stand in their windows (the paper's).
 Both come from the same forward passes, so a model that ignores context scores the same at every L. A ratio is
 the perplexity over that at the training context. Standard errors are over stretches; the ratio's is paired.
-  copy    with --copy: the last `train_context` / 4 tokens of each stretch also stand at the start of the L
-          tokens that end with them; the ratio is over the perplexity of the same targets without that copy.
+  copy    with --copy: the last `train_context` / 4 tokens of each stretch, when they are also the first of
+          their L tokens of context; the ratio is over the perplexity of the same targets without that copy.
 Every call writes RUN/extrapolate.json anew. Under torchrun, ranks share the stretches.
 """
 import argparse

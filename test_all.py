@@ -2007,6 +2007,46 @@ def test_averages_are_over_tokens_and_errors_over_stretches():
     assert one["nll"] > 1999 and not one["finite"]
 
 
+class Remembers(Stub):
+    """Knows a token that stands 25 places earlier, too: loss 0, else 1."""
+
+    def nll(self, x, y):
+        earlier = F.pad(x, (25, 0), value=-1)[:, 1:x.size(1) + 1]
+        return (earlier != y).float()
+
+
+def test_a_copy_stands_at_the_start_of_the_context(corpus, tmp_path, monkeypatch):
+    """The last 8 targets, 32 / 4, are also the first of L tokens of context; nothing else is changed."""
+    stub = Remembers(torch.ones(64))
+    _, result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, "--lengths", "8,32,64", "--copy")
+    copy = rows_of(result, "copy")
+    assert list(copy) == [32, 64] and copy[32]["tokens"] == 3 * 8
+    assert copy[32]["nll"] == 0 < copy[64]["nll"] and copy[32]["ratio"] < 0.5
+    stretches = np.arange(40).reshape(2, 20)
+    windows = eval_extrapolate.with_copy(stretches, 10, 3)
+    assert windows[0].tolist() == [17, 18, 19, 12, 13, 14, 15, 16, 17, 18, 19] and stretches[0, 9] == 9
+
+
+def test_evaluation_with_logn_and_in_bfloat16(corpus, tmp_path, monkeypatch):
+    """--logn is the scheme +logn with the same weights; bfloat16 differs a little, and the file says so."""
+    monkeypatch.chdir(tmp_path)
+    flags = [*SMALL, "--data", str(corpus), "--max_iters", "2"]
+    for pos in ("rope", "rope+logn"):
+        train.main([*flags, "--pos", pos, "--out_dir", pos])
+    found = {}
+    for name, run, *more in (("plain", "rope"), ("logn", "rope", "--logn"), ("trained", "rope+logn"),
+                             ("low", "rope", "--dtype", "bfloat16")):
+        assert eval_extrapolate.main([run, "--lengths", "32,512", *more]) == 0
+        found[name] = json.loads(Path(run, "extrapolate.json").read_text())
+    assert found["logn"]["rows"] == found["trained"]["rows"] != found["plain"]["rows"]
+    assert (found["logn"]["run"], found["logn"]["pos"]) == ("rope+logn", "rope+logn")
+    assert (found["plain"]["dtype"], found["low"]["dtype"]) == ("float32", "bfloat16")
+    for plain, low in zip(found["plain"]["rows"], found["low"]["rows"]):
+        assert 0 < abs(plain["nll"] - low["nll"]) < 0.02
+    with pytest.raises(SystemExit):
+        eval_extrapolate.main(["rope+logn", "--logn"])
+
+
 def test_nothing_an_earlier_call_left_is_used(corpus, tmp_path, monkeypatch):
     """Another checkpoint, or another text, in the same folder: all rows are of it, and the file says so."""
     other = tmp_path / corpus.name                                           # another text of the same name
