@@ -74,14 +74,18 @@ class Attention(nn.Module):
             q = (q * given["scale"][..., None]).to(q.dtype)
         return q, k, v, given.get("rotation"), given.get("values"), given.get("bias")
 
-    def forward(self, x, idx, shared, past=None):
-        y = attend(*self.inputs(x, idx, shared, past), past)    # (B, H, T, d)
+    def output(self, y, x):
+        """What heads read, y (B, H, T, d), back to the width: (B, T, C)."""
         if self.out_norm:
             y = F.rms_norm(y, y.shape[-1:])
         y = y.transpose(1, 2).flatten(2)
         if self.out_norm:
             y = y * torch.sigmoid(self.c_gate(x))
         return self.c_proj(y)
+
+    def forward(self, x, idx, shared, past=None):
+        y = attend(*self.inputs(x, idx, shared, past), past)
+        return self.output(y, x)
 
 
 class Block(nn.Module):

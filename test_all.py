@@ -2322,6 +2322,9 @@ SLIPS = [   # formula, what stands in it, what a slip makes of it
     ("background_bound", "matrix_norm(covariance, 2)", "matrix_norm(covariance)"),
     ("value_floor", "torch.special.i1e(lam_pairs) / torch.special.i0e(lam_pairs)", "lam_pairs / 2"),
     ("far_output", "gain / n_eff[..., None]", "0.1 * gain / n_eff[..., None]"),
+    ("scaled_gap", "c * near", "near"), ("scaled_gap", "c * lam_pairs", "lam_pairs"),
+    ("output_angle", "f64(rho) / (1 - f64(rho))", "f64(rho)"),
+    ("output_angle", "* f64(size)", "* f64(size) ** 2"), ("output_angle", "1 - 1 / d", "1"),
     ("far_output", "coherent ** 2 + ", ""), ("far_output", ".clamp(max=1)", ""),
     ("far_output", "noise / n_eff", "noise / n_eff ** 2"),
 ]
@@ -2714,6 +2717,67 @@ def test_layers_are_measured_as_they_attend(pos):
                 assert torch.allclose(block.attn.c_proj(o), y, atol=1e-5)
 
 
+SPLIT = ["nope", "rope", "accum_qkv+alibi", "random_qk_v", "householder_qkv", "path", "ssmax"]
+
+
+@pytest.mark.parametrize("pos", SPLIT)
+def test_near_and_far_parts_make_the_output(pos, monkeypatch):
+    """Their sum is what the layer reads; the near part alone, made whole, is attention to near keys only."""
+    monkeypatch.setattr(theory, "CHUNK", 16)
+    model, idx, near = tiny(pos, torch.float64, n_layer=1), ids(1, 40), 8
+    with torch.no_grad():
+        layer = next(theory.layer_inputs(model, idx))
+        near_part, far_part, near_mass = theory.split_output(layer, near)
+        whole = attend(*layer)
+        assert (near_part + far_part - whole).abs().max() < 1e-12
+        assert far_part[:, :, :near].abs().max() == 0 < far_part[:, :, near:].abs().max()
+        if pos == "nope":
+            alone = attend(*(x[:, :, -near:] for x in layer[:3]))
+            assert (near_part / near_mass)[:, :, -1].allclose(alone[:, :, -1], atol=1e-12)
+
+        # the angle between the whole and the near part, at the last places
+        rows = torch.arange(32, 40)
+        found = theory.far_statistics(layer, rows, near)
+        cosine = F.cosine_similarity(whole, near_part, dim=-1)[0][:, rows]
+        assert close_to(found["angle"], cosine.clamp(-1, 1).acos(), 1e-6)
+        assert close_to(1 - found["far_mass"], near_mass[0, :, rows, 0], 1e-9)
+
+
+@pytest.mark.parametrize("pos", ["random_qkv", "accum_qk+fox", "path", "rope+logn"])
+def test_causes_of_the_loss(pos, theory_data, tmp_path, capsys):
+    """Left as it is, attention gives the model's own loss; if all keys are near, nothing can be zeroed."""
+    run = theory_run(tmp_path / "run", theory_data, pos, train_context=32)
+    found = measured(run, "--causes")["causes"]
+    model, val = load_model(run / "ckpt.pt")[0], np.fromfile(theory_data / "val.bin", np.uint16).astype(int)
+    ends = [512, len(val) - 1]
+    texts = [torch.from_numpy(val[end - 512:end + 1]) for end in ends]
+    with torch.no_grad():
+        losses = [model.nll(text[None, :-1], text[None, 1:])[0, -32:].mean() for text in texts]
+        assert found["as it is"] == pytest.approx(float(np.mean(losses)), abs=1e-4)
+        same = theory.causes(model, texts[0], 512, 32)
+    assert max(same.values()) - min(same.values()) < 1e-5 < abs(found["both"] - found["as it is"])
+    assert "near whole" in capsys.readouterr().out
+
+
+def test_the_far_mass_of_scaled_logits_is_predicted(theory_data, tmp_path):
+    """logn: the logits at the training context, times c, predict the far mass of mixed phases."""
+    def edit(model):
+        for block in model.h:
+            block.attn.c_attn.weight[:256] *= 1.7            # of q and k
+
+    run = theory_run(tmp_path / "run", theory_data, "random_qk", edit=edit, sigma=2.0, n_embd=128)
+    plain, scaled = measured(run)["far"], measured(run, "--logn")["far"]
+    rows, first = torch.arange(504, 512), torch.arange(24, 32)
+    assert close_to(theory.growth("logn", rows, first, 32), (rows + 1).double().log() / math.log(32))
+    assert close_to(theory.growth("logn", first, first, 32), torch.ones(8).double())
+    ratio = (rows + 1).double().log() / (first + 1).double().log()
+    assert close_to(theory.growth("ssmax", rows, first, 32), ratio)
+    assert plain[0] == scaled[0] and abs(scaled[-1]["predicted"] - plain[-1]["predicted"]) > 0.06
+    for row in plain + scaled:
+        assert abs(row["predicted"] - row["far_mass"]) < 0.03
+        assert row["angle"] == pytest.approx(row["exp_angle"], rel=0.5)
+
+
 def test_plot_of_two_runs(theory_data, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -2734,7 +2798,7 @@ def test_plot_of_two_runs(theory_data, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("flags,config,ckpt,words", [
     ("--length 31", {}, "good", ["--length 31", "(32)"]),
     ("--length 0", {}, "good", ["--length 0"]),
-    ("--length 1000000", {}, "good", ["val.bin", "6,000", "1,000,000"]),
+    ("--length 1000000", {}, "good", ["val.bin", "6,000", "1,000,001"]),
     ("--stretches 0", {}, "good", ["--stretches"]),
     ("--length far", {}, "good", ["far"]),
     ("--device tpu9", {}, "good", ["tpu9"]),
