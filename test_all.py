@@ -2181,7 +2181,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     run, calls = importlib.import_module("results.run"), []
     flags = " ".join([*SMALL[4:], "--data", str(corpus), "--max_iters", "4"])
-    names = {f"tiny-{pos}": f"--preset tiny --pos {pos} {flags}" for pos in ("accum_qk", "accum_qkv")}
+    settings = {"tiny": (f"--preset tiny {flags}", "--stretches 3 --lengths 32,...,2048")}
 
     def call_here(command):                                                  # in this process: faster
         script, *flags = command.split()
@@ -2189,13 +2189,13 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
         {"train.py": train, "eval_extrapolate.py": eval_extrapolate, "theory.py": theory}[script].main(flags)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    monkeypatch.setattr(run, "TABLES", {"tiny": names})
-    monkeypatch.setattr(run, "EVALUATION", "--stretches 3 --lengths 32,...,2048")
-    monkeypatch.setattr(run, "MEASURED", ["accum_qkv"])
-    monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --length 128")
+    monkeypatch.setattr(run, "SETTINGS", settings)
+    monkeypatch.setattr(run, "TABLES", {"tiny": [*run.runs("tiny", "accum_qk accum_qkv")]})
+    monkeypatch.setattr(run, "MEASURED", ["tiny-accum_qkv"])
+    monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --causes 64 --length 128")
     with pytest.raises(SystemExit) as stop:
         run.main("tiny")
-    refused((stop.value.code, capsys.readouterr().err), "train.py --preset", "status 2")   # none in here
+    refused((stop.value.code, capsys.readouterr().err), "train.py --pos accum_qk", "status 2")
 
     monkeypatch.setattr(run, "call", call_here)
     ckpt, path = Path("out/tiny-accum_qk/ckpt.pt"), Path("results/tiny-accum_qk.json")
@@ -2209,29 +2209,72 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     evaluated = "eval_extrapolate.py 32,...,2048"
     run.main("theory")
     assert calls == ["train.py --resume", evaluated, "train.py out/tiny-accum_qkv", evaluated, evaluated,
-                     "theory.py 128"]
+                     "theory.py 128", "theory.py --logn"]
 
     marks = "<!-- table: {} -->\nold\n<!-- end -->\n"
     Path("README.md").write_text("before\n" + marks.format("tiny") + marks.format("theory") + "after\n")
     run.main("tables")
     first, long = Path("README.md").read_text(), Path("results/README.md").read_text()
-    head = "| scheme | perplexity per byte at 32 | `last` 128 | `last` 512 | `last` 2,048 | `window` 2,048 |"
-    assert first.startswith(f"before\n<!-- table: tiny -->\n{head}\n| --- |")
+    head = "| scheme | seeds | perplexity per byte at 32 | `last` 128 | `last` 512 | `last` 2,048 |"
+    assert first.startswith(f"before\n<!-- table: tiny -->\n{head}")
     assert first.endswith(" |\n<!-- end -->\nafter\n") and "old" not in first
-    assert Path("assets/extrapolation.png").exists() and Path("assets/theory.png").exists()
+    assert Path("assets/theory.png").exists()
     far = json.loads(Path("results/theory-tiny-accum_qkv.json").read_text())["far"]
     assert f"| {far[0]['far_mass']:.3f} | {far[-1]['far_mass']:.3f} | {far[-1]['predicted']:.3f} |" in first
     row = rows_of(json.loads(path.read_text()), "last")[128]
-    assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `tiny-accum_qkv` | " in long
+    assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `accum_qkv` | 1 | " in long
     path.write_text(path.read_text().replace('"text": "', '"text": "another '))
     with pytest.raises(SystemExit):
         run.main("tables")
     assert "differs in text" in capsys.readouterr().err
 
 
-def test_differences_are_paired_by_stretch():
-    one, other = {"stretch_nll": [2.0, 4.0]}, {"stretch_nll": [1.0, 2.0]}
-    assert importlib.import_module("results.run").difference(one, other) == "+1.500 ± 0.500"
+def made_up_runs(row, losses, base=2.0):
+    """Results of seeds: loss of every stretch at 256, and at 4,096 and 32,768 by a factor more."""
+    found = []
+    for seed in losses:
+        rows = [{"protocol": protocol, "context": context, "stretch_nll": [base + times * x for x in seed]}
+                for protocol in ("last", "window") for context, times in ((256, 0), (4096, 1), (32768, 2))]
+        found.append({"run": f"debian-{row}", "train_context": 256, "unit": "per token", "rows": rows})
+    return found
+
+
+def test_errors_are_over_stretches_and_over_seeds():
+    run = importlib.import_module("results.run")
+    values = np.array([[1.0, 3.0], [2.0, 6.0]])
+    mean, error = run.mean_and_error(values)
+    assert (mean, error) == (3.0, pytest.approx(math.hypot(1.5, 1.0)))       # stretches 1.5, 4.5; seeds 2, 4
+    assert run.mean_and_error(values[:1]) == (2.0, 1.0)
+    one, other = made_up_runs("random_qkv", values), made_up_runs("random_qk", values - 1)
+    assert run.ratio(one, "last", 4096) == f"{math.exp(3):.2f} ± {math.exp(3) * math.hypot(1.5, 1.0):.2f}"
+    table = run.carried_table({"random_qk": other, "random_qkv": one})
+    assert "| `random_qkv` | 2 | +0.000 ± 0.000 | +1.000 ± 0.000 | +2.000 ± 0.000 |" in table
+
+
+def test_findings_and_the_papers_numbers_come_from_the_runs():
+    run = importlib.import_module("results.run")
+    names = {name for _, *pair, _ in run.FINDINGS for name in pair} | {name for name, *_ in run.PAPER}
+    assert names <= {row for row, *_ in run.TABLES["debian"]}
+    results = {name: made_up_runs(name, np.full((3, 4), 0.1)) for name in names}
+    results["random_qkv-norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))
+    lines = run.findings(results).splitlines()
+    assert len(lines) == len(run.FINDINGS) and "3 seeds disagree" in lines[3] and "agree" in lines[0]
+    assert f"`random_qk` {math.exp(0.1):.2f}" in lines[0]
+    line = run.paper_table(results).splitlines()[2]
+    assert line == f"| `rope` | 16x | 16.20 | {math.exp(0.1):.2f} | {16.2 ** (1 / 4.5):.2f} | " + (
+        f"{math.exp(0.1 / 2.9):.2f} |")
+
+
+def test_the_english_corpus_has_no_translations_and_no_runs_of_blanks(tmp_path):
+    run = importlib.import_module("results.run")
+    texts = {"linux/html/_sources/a.rst.txt": "a  \t b\n\n  c", "python/html/_sources/b.txt": "b",
+             "linux/html/_sources/translations/it/a.rst.txt": "ciao", "linux/html/a.txt": "no"}
+    for name, text in texts.items():
+        path = tmp_path / "usr/share/doc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = list(run.debian_documents(tmp_path))
+    assert found == [("linux/html/_sources/a.rst.txt", b"a b\n\n c"), ("python/html/_sources/b.txt", b"b")]
 
 
 def test_costs_are_measured():
@@ -2747,7 +2790,7 @@ def test_near_and_far_parts_make_the_output(pos, monkeypatch):
 def test_causes_of_the_loss(pos, theory_data, tmp_path, capsys):
     """Left as it is, attention gives the model's own loss; if all keys are near, nothing can be zeroed."""
     run = theory_run(tmp_path / "run", theory_data, pos, train_context=32)
-    found = measured(run, "--causes")["causes"]
+    found = measured(run, "--causes", "512")["causes"]
     model, val = load_model(run / "ckpt.pt")[0], np.fromfile(theory_data / "val.bin", np.uint16).astype(int)
     ends = [512, len(val) - 1]
     texts = [torch.from_numpy(val[end - 512:end + 1]) for end in ends]
@@ -2755,7 +2798,8 @@ def test_causes_of_the_loss(pos, theory_data, tmp_path, capsys):
         losses = [model.nll(text[None, :-1], text[None, 1:])[0, -32:].mean() for text in texts]
         assert found["as it is"] == pytest.approx(float(np.mean(losses)), abs=1e-4)
         same = theory.causes(model, texts[0], 512, 32)
-    assert max(same.values()) - min(same.values()) < 1e-5 < abs(found["both"] - found["as it is"])
+    assert found["context"] == 512 and abs(found["both"] - found["as it is"]) > 1e-5
+    assert max(same.values()) - min(same.values()) < 1e-5
     assert "near whole" in capsys.readouterr().out
 
 
@@ -2809,6 +2853,7 @@ def test_plot_of_two_runs(theory_data, tmp_path, monkeypatch, capsys):
     ("--length 0", {}, "good", ["--length 0"]),
     ("--length 1000000", {}, "good", ["val.bin", "6,000", "1,000,001"]),
     ("--stretches 0", {}, "good", ["--stretches"]),
+    ("--causes 31", {}, "good", ["--causes 31", "32"]),
     ("--length far", {}, "good", ["far"]),
     ("--device tpu9", {}, "good", ["tpu9"]),
     ("--plot", {}, "good", ["pip install matplotlib"]),

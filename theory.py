@@ -805,6 +805,8 @@ def measure(run, args):
     if not 16 <= context <= args.length or args.stretches < 1:
         raise ValueError(f"{run}: needs a training context ({context}) of 16 or more, --length {args.length} "
                          f"no shorter, --stretches {args.stretches} 1 or more")
+    if args.causes and not context <= args.causes <= args.length:
+        raise ValueError(f"--causes {args.causes} must be from {context}, the training context, to --length")
     data.check_encoding(folder, saved["encoding"])
     val = data.load(folder, "val", args.length + 1, model.config.vocab_size)
 
@@ -839,12 +841,12 @@ def measure(run, args):
         "near": near,
         "data": folder.name,
         "stretches": len(stretches),
-        "length": args.length,
     }
     result |= mixing(layer_inputs(model, stretches[:1, :-1]), context) | {"far": far}
     if args.causes:
-        losses = [causes(model, text, near, context) for text in stretches]
-        result["causes"] = {name: float(np.mean([loss[name] for loss in losses])) for name, *_ in CAUSES}
+        losses = [causes(model, text[-args.causes - 1:], near, context) for text in stretches]
+        mean = {name: float(np.mean([loss[name] for loss in losses])) for name, *_ in CAUSES}
+        result["causes"] = {"context": args.causes} | mean
     data.write_json(run / "theory.json", finite(result))
     print_result(result)
     return result
@@ -866,8 +868,8 @@ def print_result(result):
     title = f"far mass, from {near} tokens (predicted: gap of {context}; bounds mean_far, worst_case)"
     show(title, result["far"], {"context": ","} | FAR)
     if "causes" in result:
-        title = f"loss (nats) of the last {context} tokens of {result['length']:,}, by what attention reads"
-        show(title, [result["causes"]], {name: ".3f" for name, *_ in CAUSES})
+        title = f"loss (nats) of the last {context} tokens, by what attention reads"
+        show(title, [result["causes"]], {"context": ","} | {name: ".3f" for name, *_ in CAUSES})
 
 
 def plot(results):
@@ -883,7 +885,7 @@ def plot(results):
             contexts = [row["context"] for row in result["far"]]
             for key, style in ((measured, "-"), (theory, "--")):
                 ax.semilogx(contexts, [row[key] for row in result["far"]], style, base=4, color=f"C{i}")
-            ends.append((result["far"][-1][measured], f"C{i}", result["pos"]))
+            ends.append((result["far"][-1][measured], f"C{i}", result["run"]))
 
         height = 1.06                       # labels as high as line ends, or as those above need
         for end, color, label in sorted(ends, reverse=True):
@@ -904,7 +906,8 @@ def main(argv=None):
     option("--seed", type=int, default=0, help="of the checks' random numbers")
     option("--length", type=int, default=65536, help="longest context to measure (default 65,536)")
     option("--stretches", type=int, default=4, help="stretches of validation text to measure (default 4)")
-    option("--causes", action="store_true", help="zero the far part of attention, make the near part whole")
+    option("--causes", type=int, default=0, metavar="N", help="at N tokens, also zero the far part of "
+           "attention and make the near part whole (all logits are computed, N x N)")
     option("--logn", action="store_true", help="scale logits by max(1, ln i / ln of the training context)")
     option("--device", default="auto", help="cpu, cuda, cuda:1, ...")
     option("--plot", action="store_true", help="draw out/theory.png (needs matplotlib)")
