@@ -45,22 +45,24 @@ class Run(NamedTuple):
 
 SETTINGS = {    # table -> flags of training and of evaluation
     "debian": ("--preset tiny --data debian --compile",
-               "--lengths 256,1024,4096,8192,16384,32768 --stretches 12 --dtype bfloat16"),
+               "--lengths 256,1024,4096,16384,32768 --stretches 12 --dtype bfloat16"),
+    "copy": ("", "--lengths 128,256,1024,4096,16384,32768 --stretches 4 --dtype bfloat16 --copy"),
     "tiny": ("--preset tiny", "--lengths 256,...,16384 --stretches 12"),
 }
 
 
 def runs(table, schemes, seeds=(1,), norm=False, also=""):
     """The runs of some schemes. norm: with --out_norm; also: more flags of their evaluation."""
-    training, evaluation = SETTINGS[table]
+    trained = "debian" if table == "copy" else table
     for pos in schemes.split():
         for seed in seeds:
-            folder = f"{table}-{pos}" + "-norm" * norm + f"-seed{seed}" * (seed > 1)
-            flags = f"--pos {pos} {training}" + " --out_norm" * norm + f" --seed {seed}" * (seed > 1)
-            name = folder.replace(pos, f"{pos}+logn") if "--logn" in also else folder
-            row = name.removeprefix(f"{table}-").removesuffix(f"-seed{seed}")
+            suffix = "-norm" * norm + f"-seed{seed}" * (seed > 1)
+            folder = f"{trained}-{pos}{suffix}"
+            flags = f"--pos {pos} {SETTINGS[trained][0]}" + " --out_norm" * norm + f" --seed {seed}" * (seed > 1)
+            row = pos + "+logn" * ("--logn" in also) + "-norm" * norm
+            name = f"{table}-{row}" + f"-seed{seed}" * (seed > 1)
             yield Run(row, name, folder, f"train.py {flags} --out_dir out/{folder}",
-                      f"eval_extrapolate.py out/{folder} {evaluation}{also}")
+                      f"eval_extrapolate.py out/{folder} {SETTINGS[table][1]}{also}")
 
 
 TABLES = {
@@ -71,6 +73,11 @@ TABLES = {
         *runs("debian", "random_qk_v+ssmax", norm=True),
         *runs("debian", "rope random_qk random_qkv path", also=" --logn"),
         *runs("debian", "random_qk random_qkv random_qk_v", norm=True, also=" --logn"),
+    ],
+    "copy": [
+        *runs("copy", "rope random_qkv alibi fox accum_qkv+alibi"),
+        *runs("copy", "random_qkv", also=" --logn"),
+        *runs("copy", "random_qk_v", norm=True, also=" --logn"),
     ],
     "tiny": [
         *runs("tiny", "nope rope random_qk random_qkv accum_qk accum_qkv path"),
