@@ -2181,45 +2181,47 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     run, calls = importlib.import_module("results.run"), []
     flags = " ".join([*SMALL[4:], "--data", str(corpus), "--max_iters", "4"])
-    settings = {"tiny": (f"--preset tiny {flags}", "--stretches 3 --lengths 32,...,2048")}
+    settings = {"debian": (f"--preset tiny {flags}", "--stretches 3 --lengths 32,...,2048")}
 
     def call_here(command):                                                  # in this process: faster
         script, *flags = command.split()
         calls.append(f"{script} {flags[-1]}")
         {"train.py": train, "eval_extrapolate.py": eval_extrapolate, "theory.py": theory}[script].main(flags)
     monkeypatch.chdir(tmp_path)
+    os.makedirs("data/debian")                                               # its corpus is made already
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "SETTINGS", settings)
-    monkeypatch.setattr(run, "TABLES", {"tiny": [*run.runs("tiny", "accum_qk accum_qkv")]})
-    monkeypatch.setattr(run, "MEASURED", ["tiny-accum_qkv"])
+    monkeypatch.setattr(run, "TABLES", {"debian": [*run.runs("debian", "accum_qk accum_qkv")]})
+    monkeypatch.setattr(run, "MEASURED", ["debian-accum_qkv"])
     monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --causes 64 --length 128")
     with pytest.raises(SystemExit) as stop:
-        run.main("tiny")
+        run.main("debian")
     refused((stop.value.code, capsys.readouterr().err), "train.py --pos accum_qk", "status 2")
 
     monkeypatch.setattr(run, "call", call_here)
-    ckpt, path = Path("out/tiny-accum_qk/ckpt.pt"), Path("results/tiny-accum_qk.json")
+    ckpt, path = Path("out/debian-accum_qk/ckpt.pt"), Path("results/debian-accum_qk.json")
     run_train(corpus, ckpt.parent, "--max_iters", 4, "--pos", "accum_qk")
     torch.save(torch.load(ckpt) | {"iter_num": 2}, ckpt)
     os.mkdir("results")
     os.mkdir("assets")
-    run.main("tiny")
+    run.main("debian")
     path.unlink()
-    run.main("tiny")
+    run.main("debian")
     evaluated = "eval_extrapolate.py 32,...,2048"
     run.main("theory")
-    assert calls == ["train.py --resume", evaluated, "train.py out/tiny-accum_qkv", evaluated, evaluated,
+    assert calls == ["train.py --resume", evaluated, "train.py out/debian-accum_qkv", evaluated, evaluated,
                      "theory.py 128", "theory.py --logn"]
 
-    marks = "<!-- table: {} -->\nold\n<!-- end -->\n"
-    Path("README.md").write_text("before\n" + marks.format("tiny") + marks.format("theory") + "after\n")
+    names = "debian", "findings", "paper", "theory"
+    marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]
+    Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
     run.main("tables")
     first, long = Path("README.md").read_text(), Path("results/README.md").read_text()
     head = "| scheme | seeds | perplexity per byte at 32 | `last` 128 | `last` 512 | `last` 2,048 |"
-    assert first.startswith(f"before\n<!-- table: tiny -->\n{head}")
+    assert first.startswith(f"before\n<!-- table: debian -->\n{head}")
     assert first.endswith(" |\n<!-- end -->\nafter\n") and "old" not in first
-    assert Path("assets/theory.png").exists()
-    far = json.loads(Path("results/theory-tiny-accum_qkv.json").read_text())["far"]
+    assert Path("assets/extrapolation.png").exists() and Path("assets/theory.png").exists()
+    far = json.loads(Path("results/theory-debian-accum_qkv.json").read_text())["far"]
     assert f"| {far[0]['far_mass']:.3f} | {far[-1]['far_mass']:.3f} | {far[-1]['predicted']:.3f} |" in first
     row = rows_of(json.loads(path.read_text()), "last")[128]
     assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `accum_qkv` | 1 | " in long

@@ -58,10 +58,10 @@ def runs(table, schemes, seeds=(1,), norm=False, also=""):
         for seed in seeds:
             suffix = "-norm" * norm + f"-seed{seed}" * (seed > 1)
             folder = f"{trained}-{pos}{suffix}"
-            flags = f"--pos {pos} {SETTINGS[trained][0]}" + " --out_norm" * norm + f" --seed {seed}" * (seed > 1)
+            flags = SETTINGS[trained][0] + " --out_norm" * norm + f" --seed {seed}" * (seed > 1)
             row = pos + "+logn" * ("--logn" in also) + "-norm" * norm
             name = f"{table}-{row}" + f"-seed{seed}" * (seed > 1)
-            yield Run(row, name, folder, f"train.py {flags} --out_dir out/{folder}",
+            yield Run(row, name, folder, f"train.py --pos {pos} {flags} --out_dir out/{folder}",
                       f"eval_extrapolate.py out/{folder} {SETTINGS[table][1]}{also}")
 
 
@@ -306,6 +306,8 @@ def paper_table(results):
     """The paper's ratios beside ours by its protocol, `window`, per token and per byte."""
     rows = []
     for name, times, paper in PAPER:
+        if name not in results:
+            continue
         seeds = results[name]
         here = np.exp(change(seeds, "window", times * seeds[0]["train_context"]).mean())
         by_byte = paper ** (1 / BYTES_A_TOKEN["paper"]), here ** (1 / BYTES_A_TOKEN["here"])
@@ -324,10 +326,12 @@ FINDINGS = [   # what the numbers say; two rows of the table; the context, as a 
 
 
 def findings(results):
-    """A line for each of FINDINGS."""
+    """A line for each of FINDINGS whose runs are there."""
     lines = []
     for text, name, other_name, times in FINDINGS:
-        one, other = results[name], results[other_name]
+        one, other = results.get(name), results.get(other_name)
+        if not one or not other:
+            continue
         n, context = min(len(one), len(other)), times * one[0]["train_context"]
         paired = change(one[:n], "last", context) - change(other[:n], "last", context)
         mean, error = mean_and_error(paired)
@@ -385,34 +389,38 @@ def between_marks(readme, table, text):
 
 def tables():
     """Write everything that shows numbers: results/README.md, README.md between its marks, the figures."""
-    text = """# Results
+    results = {table: load(table) for table in TABLES}
+    paths = [ROOT / "results" / f"theory-{name}{scale}.json" for name in MEASURED for scale in ("", "+logn")]
+    measured = [json.loads(path.read_text()) for path in paths if path.exists()]
+    main_table = results["debian"]
+    first = next(iter(main_table.values()))[0]
+    base, longest = first["train_context"], first["longest"]
+    columns = [("last", 4 * base), ("last", 16 * base), ("last", longest), ("window", longest)]
+    shown = {
+        "debian": ratio_table(main_table, columns),
+        "findings": findings(main_table),
+        "paper": paper_table(main_table),
+        "theory": theory_table(measured),
+    }
+    readme = (ROOT / "README.md").read_text()
+    for mark, text in shown.items():
+        readme = between_marks(readme, mark, text)
+
+    parts = ["""# Results
 
 Written by `python results/run.py tables`. A ratio is the perplexity over that at the training context, a mean
 over seeds, ± one standard error over stretches of text and, where there are several, over seeds.
-"""
-    readme = (ROOT / "README.md").read_text()
-    for table in TABLES:
-        results = load(table)
-        text += f"\n{section(table, results)}"
-        first = next(iter(results.values()))[0]
-        base, longest = first["train_context"], first["longest"]
-        columns = [("last", 4 * base), ("last", 16 * base), ("last", longest), ("window", longest)]
-        readme = between_marks(readme, table, ratio_table(results, columns))
-        if table == "debian":
-            readme = between_marks(readme, "paper", paper_table(results))
-            readme = between_marks(readme, "findings", findings(results))
-            labelled = [seeds[0] | {"run": name} for name, seeds in results.items()]
-            plot(labelled).savefig(ROOT / "assets" / "extrapolation.png")
-
-    paths = [ROOT / "results" / f"theory-{name}{scale}.json" for name in MEASURED for scale in ("", "+logn")]
-    measured = [json.loads(path.read_text()) for path in paths if path.exists()]
-    shown = [result | {"run": short(result["run"])} for result in measured if "logn" not in result["run"]]
-    theory_plot(shown).savefig(ROOT / "assets" / "theory.png")
-    readme = between_marks(readme, "theory", theory_table(measured))
-    text += f"\n## theory\n\n    python {measured[0]['command']}\n\n{theory_table(measured)}\n"
-    text += f"\n{causes_table(measured)}\n"
+"""]
+    parts += [section(table, rows) for table, rows in results.items() if rows]
+    parts += [f"## theory\n\n    python {measured[0]['command']}\n", theory_table(measured),
+              f"Loss, by what attention reads:\n\n{causes_table(measured)}\n"]
+    (ROOT / "results" / "README.md").write_text("\n".join(parts))
     (ROOT / "README.md").write_text(readme)
-    (ROOT / "results" / "README.md").write_text(text)
+
+    labelled = [seeds[0] | {"run": name} for name, seeds in main_table.items() if "+logn" not in name]
+    plot(labelled).savefig(ROOT / "assets" / "extrapolation.png")
+    labelled = [result | {"run": short(result["run"])} for result in measured if "+logn" not in result["run"]]
+    theory_plot(labelled).savefig(ROOT / "assets" / "theory.png")
 
 
 def main(what="", *more):
