@@ -34,6 +34,7 @@ class GPTConfig:
     vocab_size: int = option(50257, "token ids (the embedding has a multiple of 64 rows)")
     sigma: float = option(0.3, "spread of random and initial learned step angles (radians)")
     rope_base: float = option(10000.0, "RoPE's base")
+    alibi_scale: float = option(1.0, "factor of ALiBi's slopes: smaller ones look further back")
     train_context: int = option(512, "where logn and ssmax have scale 1 (train.py: block_size)")
     qk_norm: bool = option(False, "RMS-normalise queries and keys (before transport, no gain)")
     out_norm: bool = option(False, "RMS-normalise every head's output, then gate it by the layer's input")
@@ -49,8 +50,9 @@ class GPTConfig:
             raise ValueError(f"train_context must be at least 2, got {self.train_context}")
         if not 0 <= self.sigma < math.inf:
             raise ValueError(f"sigma must be a number from 0 on, got {self.sigma}")
-        if not 0 < self.rope_base < math.inf:
-            raise ValueError(f"rope_base must be a number above 0, got {self.rope_base}")
+        for name in ("rope_base", "alibi_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
 
 
 class Attention(nn.Module):

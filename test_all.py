@@ -764,6 +764,12 @@ def test_scales_of_the_logits():
         assert torch.equal(inputs[1], before[1]) and torch.equal(inputs[5], before[5])
 
 
+def test_slopes_of_alibi_can_be_scaled():
+    model, gentle, idx = tiny("alibi"), tiny("alibi", alibi_scale=0.25), ids(1, 9)
+    bias, less = [m.transport(idx, m.wte(idx))["bias"] for m in (model, gentle)]
+    assert torch.equal(less, 0.25 * bias) and bias[0, 0, -1] == 8 * 2.0**-4
+
+
 def test_out_norm_is_blind_to_the_size_of_a_heads_output():
     """With out_norm, values twice as large give the same output; without it, twice the output."""
     for out_norm in (False, True):
@@ -996,6 +1002,8 @@ def test_bad_prompts_and_configurations():
         ({"sigma": math.nan}, "sigma"),
         ({"sigma": -1.0}, "sigma"),
         ({"rope_base": 0.0}, "rope_base"),
+        ({"alibi_scale": 0.0}, "alibi_scale"),
+        ({"train_context": 1}, "train_context"),
         ({"rope_base": math.inf}, "rope_base"),
     ):
         with pytest.raises(ValueError, match=word):
