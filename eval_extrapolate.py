@@ -1,12 +1,14 @@
 """Perplexity against context length, far beyond the training context.
 
-    python eval_extrapolate.py [RUN ...] [--lengths 256,...,65536] [--stretches 12] [--plot]
+    python eval_extrapolate.py [RUN ...] [--lengths 256,...,65536] [--stretches 12] [--copy] [--plot]
 
 Stretches of the longest context, spread evenly over the validation text, are read in windows of length L.
   last    the same targets at every L: the last `train_context` tokens of each stretch, after more context;
   window  all tokens of the stretches, wherever they stand in their windows (the paper's).
 Both come from the same forward passes, so a model that ignores context scores the same at every L. A ratio is
 the perplexity over that at the training context. Standard errors are over stretches; the ratio's is paired.
+  copy    with --copy: the last `train_context` / 4 tokens of each stretch, when they are also the first of
+          their L tokens of context; the ratio is over the perplexity of the same targets without that copy.
 Every call writes RUN/extrapolate.json anew. Under torchrun, ranks share the stretches.
 """
 import argparse
@@ -16,6 +18,7 @@ import math
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +27,12 @@ import torch.distributed as dist
 
 import data
 from model import load_model
-from train import device_name, join_ranks, leave_ranks, print0, ranks
-from transport import SCHEMES, parse
+from train import autocast, device_name, join_ranks, leave_ranks, pick_dtype, print0, ranks
+from transport import SCHEMES, LogLength, parse
 
 TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
 MOST_LABELS = 8          # in the figure
-COLORS = "grey black C0 C1 C2 C3 C4 C5 C6 C8".split()        # nope, rope and the other families of SCHEMES
+COLORS = "grey black C0 C1 C2 C3 C4 C5 C6 C8 navy teal".split()   # nope, rope and the other families
 
 
 def parse_lengths(text, train_context, longest):
@@ -78,6 +81,13 @@ def all_nll(model, stretches, length, progress):
     return torch.where(nll.isfinite(), nll, math.nan).numpy()
 
 
+def with_copy(stretches, length, passage):
+    """The last `length` + 1 tokens of stretches (n, longest + 1); the first are the `passage` last ones."""
+    windows = stretches[:, -length - 1:].copy()
+    windows[:, :passage] = stretches[:, -passage:]
+    return windows
+
+
 def finite(value):
     """The value as JSON holds it: None in place of infinity and not-a-number."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
@@ -90,7 +100,7 @@ def mean_and_error(values):
 
 
 def summary(nll, base):
-    """A row, from losses (stretches, tokens) and `base`, those of the same tokens at the training context."""
+    """A row, from losses (stretches, tokens) and `base`, those of the same tokens that the ratio is over."""
     stretches = nll.mean(1, dtype=np.float64)
     mean, error = mean_and_error(stretches)
     log_ratio, log_ratio_error = mean_and_error(stretches - base.mean(1, dtype=np.float64))
@@ -131,12 +141,20 @@ class Progress:
             self.shown = data.progress(self.shown, lambda: text)
 
 
+def add_logn(model, train_context):
+    """Make a model that of the scheme +logn, with the same weights. ValueError if it has a scale already."""
+    config = replace(model.config, pos=f"{model.config.pos}+logn", train_context=max(2, train_context))
+    model.config, model.transport.scale = config, LogLength(config)
+
+
 def evaluate(run, args):
-    """Score one run at every length in float32 and write run/extrapolate.json -> what it holds."""
+    """Score one run at every length and write run/extrapolate.json -> what it holds."""
     ckpt = run / "ckpt.pt"
     model, saved = load_model(ckpt, args.device)
     config, encoding = saved["train_config"], saved["encoding"]
     block_size = config["block_size"]
+    if args.logn:
+        add_logn(model, block_size)
     folder = data.find(args.data or config["data"])
     data.check_encoding(folder, encoding)
     val = data.load(folder, "val", block_size + 1, saved["vocab_size"])
@@ -148,7 +166,7 @@ def evaluate(run, args):
     stretches = np.stack([val[start:start + longest + 1] for start in starts])
     rank, world_size = ranks()
     result = {
-        "run": run.name,
+        "run": run.name + "+logn" * args.logn,
         "pos": model.config.pos,
         "iter_num": saved["iter_num"],
         "train_context": block_size,
@@ -159,20 +177,30 @@ def evaluate(run, args):
         "longest": longest,
         "text": hashlib.sha256(stretches).hexdigest(),
         "device": f"{world_size} x {device_name(args.device)}, torch {torch.__version__}",
+        "dtype": str(args.dtype)[6:],
         "rows": [],
     }
-    print0(f"\n{run.name}: iter {saved['iter_num']:,}, trained at {block_size:,}; {count} stretches of "
-           f"{longest:,} from {folder}; perplexity {result['unit']}; float32 on {result['device']}")
+    print0(f"\n{result['run']}: iter {saved['iter_num']:,}, trained at {block_size:,}; {count} stretches of "
+           f"{longest:,} from {folder}; perplexity {result['unit']}; {result['dtype']} on {result['device']}")
     if wanted != lengths:
         print0(f"left out: what is longer than the text of {len(val):,} tokens")
 
-    jobs = [(longest, length) for length in lengths for _ in range(rank, count, world_size)]
-    progress = Progress(model, run.name, jobs)
-    nll = {length: all_nll(model, stretches, length, progress) for length in lengths}
+    passage = block_size // 4
+    copies = [length for length in lengths if args.copy and length >= 2 * passage > 0]
+    jobs = [(longest, length) for length in lengths] + [(length, length) for length in copies]
+    progress = Progress(model, run.name, jobs * len(range(rank, count, world_size)))
+    with autocast(args.device, args.dtype):
+        nll = {length: all_nll(model, stretches, length, progress) for length in lengths}
+        copied = [
+            all_nll(model, with_copy(stretches, length, passage), length, progress) for length in copies
+        ]
     for protocol, targets in (("last", block_size), ("window", longest)):
         for length in lengths:
             row = summary(nll[length][:, -targets:], nll[block_size][:, -targets:])
             result["rows"].append({"context": length, "protocol": protocol} | row)
+    for length, losses in zip(copies, copied):
+        row = summary(losses[:, -passage:], nll[length][:, -passage:])
+        result["rows"].append({"context": length, "protocol": "copy"} | row)
     if rank == 0:
         data.write_json(run / "extrapolate.json", result)
     return result
@@ -280,7 +308,10 @@ def parse_args(argv):
            "(the training context, doubled up to 16,384, on CUDA 65,536)")
     option("--stretches", type=int, default=8, help="pieces of text to score, of the longest context (8)")
     option("--data", help="data set (default: the one the run was trained on)")
+    option("--copy", action="store_true", help="score repeated passages too")
+    option("--logn", action="store_true", help="scale logits by max(1, ln i / ln of the training context)")
     option("--device", default="auto", help="cpu, cuda, cuda:1, ...")
+    option("--dtype", default="float32", help="float32, or bfloat16 (autocast), or auto: where that is fast")
     option("--plot", action="store_true", help="draw out/extrapolation.png (needs matplotlib)")
     args = parser.parse_args(argv)
     args.runs = args.runs or sorted(path.parent for path in Path("out").glob("*/ckpt.pt"))
@@ -300,6 +331,7 @@ def main(argv=None):
         if args.plot:
             pyplot()                                         # before the work, not after it
         args.device, rank, _ = join_ranks(args.device)
+        args.dtype = pick_dtype(args.dtype, args.device)
         for run in args.runs:
             results.append(evaluate(run, args))
             table(results[-1])

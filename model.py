@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transport import Transport, attend, parse
 
 LOGITS_AT_ONCE = 2 ** 26   # logits in memory at a time (256 MB in fp32): 1,334 rows of the GPT-2 vocabulary
+LOGITS_IN_CACHE = 2 ** 22  # on CPU, where no gradient is asked for: half the time
 
 
 def option(default, text):
@@ -26,14 +27,17 @@ def option(default, text):
 
 @dataclass
 class GPTConfig:
-    pos: str = option("accum_qkv", "positional scheme: ROTATION, BIAS or ROTATION+BIAS")
+    pos: str = option("accum_qkv", "positional scheme: ROTATION, BIAS, SCALE, or several joined by +")
     n_layer: int = option(16, "layers")
     n_head: int = option(12, "attention heads")
     n_embd: int = option(768, "width")
     vocab_size: int = option(50257, "token ids (the embedding has a multiple of 64 rows)")
     sigma: float = option(0.3, "spread of random and initial learned step angles (radians)")
     rope_base: float = option(10000.0, "RoPE's base")
+    alibi_scale: float = option(1.0, "factor of ALiBi's slopes: smaller ones look further back")
+    train_context: int = option(512, "where logn and ssmax have scale 1 (train.py: block_size)")
     qk_norm: bool = option(False, "RMS-normalise queries and keys (before transport, no gain)")
+    out_norm: bool = option(False, "RMS-normalise every head's output, then gate it by the layer's input")
 
     def __post_init__(self):
         parse(self.pos)
@@ -42,19 +46,24 @@ class GPTConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+        if self.train_context < 2:
+            raise ValueError(f"train_context must be at least 2, got {self.train_context}")
         if not 0 <= self.sigma < math.inf:
             raise ValueError(f"sigma must be a number from 0 on, got {self.sigma}")
-        if not 0 < self.rope_base < math.inf:
-            raise ValueError(f"rope_base must be a number above 0, got {self.rope_base}")
+        for name in ("rope_base", "alibi_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
 
 
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.qk_norm = config.n_head, config.qk_norm
+        self.n_head, self.qk_norm, self.out_norm = config.n_head, config.qk_norm, config.out_norm
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.transport = Transport(config, shared=False)
+        if config.out_norm:
+            self.c_gate = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def inputs(self, x, idx, shared, past=None):
         """What `attend` takes: q, k, v (B, H, T, d), the transport of keys, that of values, and the key
@@ -62,12 +71,23 @@ class Attention(nn.Module):
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
         if self.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        transport, key_bias = self.transport(idx, x, past, shared)
-        return q, k, v, transport, transport if self.transport.values else None, key_bias
+        given = self.transport(idx, x, past, shared)
+        if "scale" in given:
+            q = (q * given["scale"][..., None]).to(q.dtype)
+        return q, k, v, given.get("rotation"), given.get("values"), given.get("bias")
+
+    def output(self, y, x):
+        """What heads read, y (B, H, T, d), back to the width: (B, T, C)."""
+        if self.out_norm:
+            y = F.rms_norm(y, y.shape[-1:])
+        y = y.transpose(1, 2).flatten(2)
+        if self.out_norm:
+            y = y * torch.sigmoid(self.c_gate(x))
+        return self.c_proj(y)
 
     def forward(self, x, idx, shared, past=None):
-        y = attend(*self.inputs(x, idx, shared, past), past)    # (B, H, T, d)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+        y = attend(*self.inputs(x, idx, shared, past), past)
+        return self.output(y, x)
 
 
 class Block(nn.Module):
@@ -148,7 +168,8 @@ class GPT(nn.Module):
         chunks are recomputed.
         """
         x, y = self.hidden(idx).flatten(0, 1), targets.flatten()
-        rows = max(1, LOGITS_AT_ONCE // self.wte.num_embeddings)
+        cached = x.device.type == "cpu" and not torch.is_grad_enabled()
+        rows = max(1, (LOGITS_IN_CACHE if cached else LOGITS_AT_ONCE) // self.wte.num_embeddings)
         if len(y) <= rows:
             nll = self.rows_nll(x, y)
         elif torch.is_grad_enabled():

@@ -295,7 +295,8 @@ class Run:
             data.check_encoding(folder, saved["encoding"])
         else:
             torch.manual_seed(config.seed)
-            model = GPT(configured(GPTConfig, {"vocab_size": self.vocab_size} | values))
+            own = {"vocab_size": self.vocab_size, "train_context": max(2, config.block_size)}
+            model = GPT(configured(GPTConfig, own | values))
         limits = config.block_size + 1, model.config.vocab_size
         self.train_tokens, self.val_tokens = [data.load(folder, part, *limits) for part in ("train", "val")]
 

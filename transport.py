@@ -533,12 +533,13 @@ def path_segment(q, k, w, beta):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# The schemes: modules that turn token ids and a layer's input into a transport, or into a key bias. A new
-# scheme is one such class and one row of SCHEMES.
+# The schemes: modules that turn token ids and a layer's input into a transport, a key bias, or a scale of the
+# logits. A new scheme is one such class and one row of SCHEMES.
 #
 # forward(idx, x, past): idx (B, T) token ids; x (B, T, C) the layer's normalised input, or the token
 # embeddings for a `shared` module, which all layers have in common; float32 or wider. past: a dict in which
-# to keep what the next call goes on from. The config has n_head, n_embd, vocab_size, sigma, rope_base.
+# to keep what the next call goes on from. The config has n_head, n_embd, vocab_size, sigma, rope_base,
+# alibi_scale and train_context.
 
 class Angles(nn.Module):
     """Steps that turn channel pairs: a subclass gives the angles by `steps`, (B|1, T, H|1, d/2), radians."""
@@ -566,30 +567,43 @@ class ConstantAngles(Angles):
         return rope_steps(idx.size(1), self.head_dim, self.base, idx.device)[None, :, None]
 
 
-def random_angles(config):
-    """N(0, sigma^2) per token id, head and pair, (vocab_size, H * d/2), from a generator of their own that
-    torch.manual_seed determines: every rank, and every scheme with a table, draws the same."""
+def random_angles(config, which):
+    """N(0, sigma^2) per token id, head and pair, (vocab_size, H * d/2): the first table or another from a
+    generator of their own, which torch.manual_seed determines: every rank and every scheme draws the same."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
-    return config.sigma * torch.randn(config.vocab_size, config.n_embd // 2, generator=generator)
+    shape = which + 1, config.vocab_size, config.n_embd // 2
+    return config.sigma * torch.randn(shape, generator=generator)[which]
 
 
 class RandomAngles(Angles):
+    which = 0
+
     def __init__(self, config):
         super().__init__(config)
         # as integers, since model.to(bfloat16) rounds buffers of floats
-        self.register_buffer("bits", random_angles(config).view(torch.int32))
+        self.register_buffer("bits", random_angles(config, self.which).view(torch.int32))
 
     def steps(self, idx, x, past):
         return F.embedding(idx, self.bits.view(torch.float32)).unflatten(-1, (self.n_head, -1))
 
 
 class LearnedAngles(Angles):
+    which = 0
+
     def __init__(self, config):
         super().__init__(config)
-        self.table = nn.Parameter(random_angles(config))
+        self.table = nn.Parameter(random_angles(config, self.which))
 
     def steps(self, idx, x, past):
         return F.embedding(idx, self.table).unflatten(-1, (self.n_head, -1))
+
+
+class RandomValueAngles(RandomAngles):
+    which = 1
+
+
+class LearnedValueAngles(LearnedAngles):
+    which = 1
 
 
 class HiddenAngles(Angles):
@@ -659,10 +673,11 @@ class Alibi(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
+        self.n_head, self.scale = config.n_head, config.alibi_scale
 
     def forward(self, idx, x, past):
-        return alibi_slopes(self.n_head, idx.device)[None, :, None] * places(idx, past)
+        slopes = self.scale * alibi_slopes(self.n_head, idx.device)
+        return slopes[None, :, None] * places(idx, past)
 
 
 class ForgetGate(nn.Module):
@@ -677,6 +692,33 @@ class ForgetGate(nn.Module):
         return forget_bias(append(past, "log_forget", log_forget, -1))
 
 
+class LogLength(nn.Module):
+    """Logits times max(1, ln i / ln L) for the i-th query, L the training context: i keys compete for the
+    attention that L had in training. It does nothing in training. (Su 2021; Chiang & Cholak 2022.)"""
+    shared = True
+
+    def __init__(self, config):
+        super().__init__()
+        self.train_context = config.train_context
+
+    def forward(self, idx, x, past):
+        i = 1 + places(idx, past)[-idx.size(1):]
+        return (i.to(x.dtype).log() / math.log(self.train_context)).clamp_min(1)[None, None]
+
+
+class ScalableSoftmax(nn.Module):
+    """Logits times s ln i for the i-th query, s learned per head (Nakanishi, arXiv 2501.19399)."""
+    shared = False
+
+    def __init__(self, config):
+        super().__init__()
+        self.s = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.train_context)))
+
+    def forward(self, idx, x, past):
+        i = 1 + places(idx, past)[-idx.size(1):]
+        return (self.s.to(x.dtype)[:, None] * i.to(x.dtype).log())[None]
+
+
 def places(idx, past):
     """The places 0, 1, 2, ... of all tokens so far, those of earlier calls included."""
     past["length"] = past.get("length", 0) + idx.size(1)
@@ -689,20 +731,23 @@ def linear(layer, x):
 
 
 class Scheme(NamedTuple):
-    kind: str       # "rotation" or "bias"
-    module: type    # of the classes above; None: the identity step
-    values: bool    # are values carried too?
+    kind: str               # of KINDS
+    module: type | None     # of the classes above; None: the identity step
+    values: bool | type     # are values carried too? A class: by a transport of their own
     about: str
 
 
+KINDS = ["rotation", "bias", "scale"]
 SCHEMES = {
     "nope": Scheme("rotation", None, False, "identity step: no positions (control)"),
     "rope": Scheme("rotation", ConstantAngles, False, "constant angle per pair (the baseline)"),
     "rope_qkv": Scheme("rotation", ConstantAngles, True, "constant angle per pair, values too (control)"),
     "random_qk": Scheme("rotation", RandomAngles, False, "frozen random angle per token id and pair"),
     "random_qkv": Scheme("rotation", RandomAngles, True, "frozen random angles, values too"),
+    "random_qk_v": Scheme("rotation", RandomAngles, RandomValueAngles, "values by other random angles"),
     "accum_qk": Scheme("rotation", LearnedAngles, False, "learned angle per token id and pair"),
     "accum_qkv": Scheme("rotation", LearnedAngles, True, "learned angles per token id, values too"),
+    "accum_qk_v": Scheme("rotation", LearnedAngles, LearnedValueAngles, "values by other learned angles"),
     "hidden_qk": Scheme("rotation", HiddenAngles, False, "learned angle from the layer's input"),
     "hidden_qkv": Scheme("rotation", HiddenAngles, True, "learned angles from the layer's input, values too"),
     "householder_qk": Scheme("rotation", HiddenReflections, False, "exact reflection from the layer's input"),
@@ -710,26 +755,25 @@ SCHEMES = {
     "path": Scheme("rotation", PathSteps, False, "PaTH: I - beta ww', from the layer's input"),
     "alibi": Scheme("bias", Alibi, False, "key bias slope_h * j (explicit far-mass control)"),
     "fox": Scheme("bias", ForgetGate, False, "Forgetting Transformer: key bias -cumsum(log f)"),
+    "logn": Scheme("scale", LogLength, False, "logits times max(1, ln i / ln of the training context)"),
+    "ssmax": Scheme("scale", ScalableSoftmax, False, "Scalable-Softmax: logits times s ln i, s learned"),
 }
 
 
 def parse(pos):
-    """Split a scheme name `ROTATION`, `BIAS` or `ROTATION+BIAS` into (rotation, bias); bias is None where
-    there is none.
+    """Split a scheme name such as `rope`, `alibi` or `accum_qkv+alibi+logn`, at most one of each kind in the
+    order of KINDS, into (rotation, bias, scale); without a rotation it is nope, without the others None.
 
     Raises ValueError with the list of schemes for any other name.
     """
-    rotations = [name for name, scheme in SCHEMES.items() if scheme.kind == "rotation"]
-    biases = [name for name, scheme in SCHEMES.items() if scheme.kind == "bias"]
-    if pos in rotations:
-        return pos, None
-    if pos in biases:
-        return "nope", pos
-    rotation, _, bias = pos.partition("+")
-    if rotation in rotations and bias in biases:
-        return rotation, bias
-    raise ValueError(f"unknown scheme '{pos}'; rotations: {', '.join(rotations)}; "
-                     f"biases: {', '.join(biases)}; '+' joins the two, as in accum_qkv+alibi")
+    names = pos.split("+")
+    kinds = [SCHEMES[name].kind if name in SCHEMES else "unknown" for name in names]
+    if kinds != [kind for kind in KINDS if kind in kinds]:
+        lists = [[name for name, scheme in SCHEMES.items() if scheme.kind == kind] for kind in KINDS]
+        known = "; ".join(f"{kind}: {', '.join(list)}" for kind, list in zip(KINDS, lists))
+        raise ValueError(f"unknown scheme '{pos}'; {known}; '+' joins one of each, as in accum_qkv+alibi")
+    found = {"rotation": "nope", "bias": None, "scale": None} | dict(zip(kinds, names))
+    return tuple(found.values())
 
 
 class Transport(nn.Module):
@@ -738,23 +782,27 @@ class Transport(nn.Module):
 
     def __init__(self, config, shared):
         super().__init__()
-        rotation, bias = parse(config.pos)
-        self.values = SCHEMES[rotation].values
-        self.rotation, self.bias = self.own(rotation, config, shared), self.own(bias, config, shared)
+        rotation, bias, scale = parse(config.pos)
+        self.same = SCHEMES[rotation].values is True
+        modules = {
+            "rotation": SCHEMES[rotation].module,
+            "values": None if self.same else SCHEMES[rotation].values,
+            "bias": SCHEMES[bias].module if bias else None,
+            "scale": SCHEMES[scale].module if scale else None,
+        }
+        for name, module in modules.items():
+            if module and module.shared == shared:
+                self.add_module(name, module(config))
 
-    def own(self, name, config, shared):
-        module = SCHEMES[name].module if name else None
-        return module(config) if module is not None and module.shared == shared else None
-
-    def forward(self, idx, x, past=None, shared=(None, None)):
-        """idx (B, T), x (B, T, C), shared from the shared part -> (transport or None, key bias (B|1, H, T)
-        or None)."""
-        transport, key_bias = shared
+    def forward(self, idx, x, past=None, shared=None):
+        """idx (B, T), x (B, T, C), shared: what the shared part returned -> a dict of what the scheme has:
+        rotation, values (transports), bias (B|1, H, T_k), scale (B|1, H|1, T)."""
+        given = dict(shared or {})
         past = {} if past is None else past
         with torch.autocast(x.device.type, enabled=False):  # steps and gates are never bfloat16
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-            if self.rotation is not None:
-                transport = self.rotation(idx, x, past.setdefault("rotation", {}))
-            if self.bias is not None:
-                key_bias = self.bias(idx, x, past.setdefault("bias", {}))
-        return transport, key_bias
+            for name, module in self.named_children():
+                given[name] = module(idx, x, past.setdefault(name, {}))
+        if self.same and "rotation" in given:
+            given["values"] = given["rotation"]
+        return given
