@@ -3217,13 +3217,16 @@ class OneDevice(TorchDispatchMode):
 
 @pytest.mark.parametrize("pos", [*SCHEMES, *(f"accum_qkv+{name}" for name in BIASES)])
 def test_nothing_is_left_on_the_cpu(pos, monkeypatch):
-    """Forward, loss, backward and generation, over several segments and chunks of steps."""
+    """Forward, loss, backward, a past that goes on, generation, over several segments and chunks of steps."""
     monkeypatch.setattr(transport, "SEGMENT", 16)
     monkeypatch.setattr(transport, "CHUNK", 8)
     monkeypatch.setattr(torch, "autocast", lambda *device, **how: contextlib.nullcontext())  # has no meta
     model, idx = tiny(pos, n_layer=1).to("meta"), ids(1, 20).to("meta")
     with OneDevice():
         model(idx, idx)[1].backward()
+        past = model.new_past()
+        for chunk in idx.split([18, 2], dim=1):
+            model(chunk, past=past)
         text = model.generate(idx, 2, temperature=0)
         with pytest.raises(AssertionError, match="aten.embedding.default on"):
             model.hidden(ids(1, 20))
