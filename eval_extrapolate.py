@@ -7,8 +7,8 @@ Stretches of the longest context, spread evenly over the validation text, are re
   window  all tokens of the stretches, wherever they stand in their windows (the paper's).
 Both come from the same forward passes, so a model that ignores context scores the same at every L. A ratio is
 the perplexity over that at the training context. Standard errors are over stretches; the ratio's is paired.
-  copy    with --copy: the last `train_context` / 4 tokens of each stretch also stand at the start of the L
-          tokens that end with them; the ratio is over the perplexity of the same targets without that copy.
+  copy    with --copy: the last `train_context` / 4 tokens of each stretch, when they are also the first of
+          their L tokens of context; the ratio is over the perplexity of the same targets without that copy.
 Every call writes RUN/extrapolate.json anew. Under torchrun, ranks share the stretches.
 """
 import argparse
@@ -141,15 +141,20 @@ class Progress:
             self.shown = data.progress(self.shown, lambda: text)
 
 
+def add_logn(model, train_context):
+    """Make a model that of the scheme +logn, with the same weights. ValueError if it has a scale already."""
+    config = replace(model.config, pos=f"{model.config.pos}+logn", train_context=max(2, train_context))
+    model.config, model.transport.scale = config, LogLength(config)
+
+
 def evaluate(run, args):
     """Score one run at every length and write run/extrapolate.json -> what it holds."""
     ckpt = run / "ckpt.pt"
     model, saved = load_model(ckpt, args.device)
     config, encoding = saved["train_config"], saved["encoding"]
-    block_size, pos = config["block_size"], model.config.pos
+    block_size = config["block_size"]
     if args.logn:
-        pos = f"{pos}+logn"
-        model.transport.scale = LogLength(replace(model.config, pos=pos, train_context=max(2, block_size)))
+        add_logn(model, block_size)
     folder = data.find(args.data or config["data"])
     data.check_encoding(folder, encoding)
     val = data.load(folder, "val", block_size + 1, saved["vocab_size"])
@@ -162,7 +167,7 @@ def evaluate(run, args):
     rank, world_size = ranks()
     result = {
         "run": run.name + "+logn" * args.logn,
-        "pos": pos,
+        "pos": model.config.pos,
         "iter_num": saved["iter_num"],
         "train_context": block_size,
         "checkpoint": hashlib.sha256(ckpt.read_bytes()).hexdigest(),

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transport import Transport, attend, parse
 
 LOGITS_AT_ONCE = 2 ** 26   # logits in memory at a time (256 MB in fp32): 1,334 rows of the GPT-2 vocabulary
+LOGITS_IN_CACHE = 2 ** 22  # on CPU, where no gradient is asked for: half the time
 
 
 def option(default, text):
@@ -33,6 +34,7 @@ class GPTConfig:
     vocab_size: int = option(50257, "token ids (the embedding has a multiple of 64 rows)")
     sigma: float = option(0.3, "spread of random and initial learned step angles (radians)")
     rope_base: float = option(10000.0, "RoPE's base")
+    alibi_scale: float = option(1.0, "factor of ALiBi's slopes: smaller ones look further back")
     train_context: int = option(512, "where logn and ssmax have scale 1 (train.py: block_size)")
     qk_norm: bool = option(False, "RMS-normalise queries and keys (before transport, no gain)")
     out_norm: bool = option(False, "RMS-normalise every head's output, then gate it by the layer's input")
@@ -48,8 +50,9 @@ class GPTConfig:
             raise ValueError(f"train_context must be at least 2, got {self.train_context}")
         if not 0 <= self.sigma < math.inf:
             raise ValueError(f"sigma must be a number from 0 on, got {self.sigma}")
-        if not 0 < self.rope_base < math.inf:
-            raise ValueError(f"rope_base must be a number above 0, got {self.rope_base}")
+        for name in ("rope_base", "alibi_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
 
 
 class Attention(nn.Module):
@@ -73,14 +76,18 @@ class Attention(nn.Module):
             q = (q * given["scale"][..., None]).to(q.dtype)
         return q, k, v, given.get("rotation"), given.get("values"), given.get("bias")
 
-    def forward(self, x, idx, shared, past=None):
-        y = attend(*self.inputs(x, idx, shared, past), past)    # (B, H, T, d)
+    def output(self, y, x):
+        """What heads read, y (B, H, T, d), back to the width: (B, T, C)."""
         if self.out_norm:
             y = F.rms_norm(y, y.shape[-1:])
         y = y.transpose(1, 2).flatten(2)
         if self.out_norm:
             y = y * torch.sigmoid(self.c_gate(x))
         return self.c_proj(y)
+
+    def forward(self, x, idx, shared, past=None):
+        y = attend(*self.inputs(x, idx, shared, past), past)
+        return self.output(y, x)
 
 
 class Block(nn.Module):
@@ -161,7 +168,8 @@ class GPT(nn.Module):
         chunks are recomputed.
         """
         x, y = self.hidden(idx).flatten(0, 1), targets.flatten()
-        rows = max(1, LOGITS_AT_ONCE // self.wte.num_embeddings)
+        cached = x.device.type == "cpu" and not torch.is_grad_enabled()
+        rows = max(1, (LOGITS_IN_CACHE if cached else LOGITS_AT_ONCE) // self.wte.num_embeddings)
         if len(y) <= rows:
             nll = self.rows_nll(x, y)
         elif torch.is_grad_enabled():

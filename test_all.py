@@ -768,6 +768,12 @@ def test_scales_of_the_logits():
         assert torch.equal(inputs[1], before[1]) and torch.equal(inputs[5], before[5])
 
 
+def test_slopes_of_alibi_can_be_scaled():
+    model, gentle, idx = tiny("alibi"), tiny("alibi", alibi_scale=0.25), ids(1, 9)
+    bias, less = [m.transport(idx, m.wte(idx))["bias"] for m in (model, gentle)]
+    assert torch.equal(less, 0.25 * bias) and bias[0, 0, -1] == 8 * 2.0**-4
+
+
 def test_out_norm_is_blind_to_the_size_of_a_heads_output():
     """With out_norm, values twice as large give the same output; without it, twice the output."""
     for out_norm in (False, True):
@@ -1000,6 +1006,8 @@ def test_bad_prompts_and_configurations():
         ({"sigma": math.nan}, "sigma"),
         ({"sigma": -1.0}, "sigma"),
         ({"rope_base": 0.0}, "rope_base"),
+        ({"alibi_scale": 0.0}, "alibi_scale"),
+        ({"train_context": 1}, "train_context"),
         ({"rope_base": math.inf}, "rope_base"),
     ):
         with pytest.raises(ValueError, match=word):
@@ -2011,6 +2019,46 @@ def test_averages_are_over_tokens_and_errors_over_stretches():
     assert one["nll"] > 1999 and not one["finite"]
 
 
+class Remembers(Stub):
+    """Knows a token that stands 25 places earlier, too: loss 0, else 1."""
+
+    def nll(self, x, y):
+        earlier = F.pad(x, (25, 0), value=-1)[:, 1:x.size(1) + 1]
+        return (earlier != y).float()
+
+
+def test_a_copy_stands_at_the_start_of_the_context(corpus, tmp_path, monkeypatch):
+    """The last 8 targets, 32 / 4, are also the first of L tokens of context; nothing else is changed."""
+    stub = Remembers(torch.ones(64))
+    _, result = run_eval(tmp_path / "r", monkeypatch, stub, corpus, "--lengths", "8,32,64", "--copy")
+    copy = rows_of(result, "copy")
+    assert list(copy) == [32, 64] and copy[32]["tokens"] == 3 * 8
+    assert copy[32]["nll"] == 0 < copy[64]["nll"] and copy[32]["ratio"] < 0.5
+    stretches = np.arange(40).reshape(2, 20)
+    windows = eval_extrapolate.with_copy(stretches, 10, 3)
+    assert windows[0].tolist() == [17, 18, 19, 12, 13, 14, 15, 16, 17, 18, 19] and stretches[0, 9] == 9
+
+
+def test_evaluation_with_logn_and_in_bfloat16(corpus, tmp_path, monkeypatch):
+    """--logn is the scheme +logn with the same weights; bfloat16 differs a little, and the file says so."""
+    monkeypatch.chdir(tmp_path)
+    flags = [*SMALL, "--data", str(corpus), "--max_iters", "2"]
+    for pos in ("rope", "rope+logn"):
+        train.main([*flags, "--pos", pos, "--out_dir", pos])
+    found = {}
+    for name, run, *more in (("plain", "rope"), ("logn", "rope", "--logn"), ("trained", "rope+logn"),
+                             ("low", "rope", "--dtype", "bfloat16")):
+        assert eval_extrapolate.main([run, "--lengths", "32,512", *more]) == 0
+        found[name] = json.loads(Path(run, "extrapolate.json").read_text())
+    assert found["logn"]["rows"] == found["trained"]["rows"] != found["plain"]["rows"]
+    assert (found["logn"]["run"], found["logn"]["pos"]) == ("rope+logn", "rope+logn")
+    assert (found["plain"]["dtype"], found["low"]["dtype"]) == ("float32", "bfloat16")
+    for plain, low in zip(found["plain"]["rows"], found["low"]["rows"]):
+        assert 0 < abs(plain["nll"] - low["nll"]) < 0.02
+    with pytest.raises(SystemExit):
+        eval_extrapolate.main(["rope+logn", "--logn"])
+
+
 def test_nothing_an_earlier_call_left_is_used(corpus, tmp_path, monkeypatch):
     """Another checkpoint, or another text, in the same folder: all rows are of it, and the file says so."""
     other = tmp_path / corpus.name                                           # another text of the same name
@@ -2145,57 +2193,102 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     run, calls = importlib.import_module("results.run"), []
     flags = " ".join([*SMALL[4:], "--data", str(corpus), "--max_iters", "4"])
-    names = {f"tiny-{pos}": f"--preset tiny --pos {pos} {flags}" for pos in ("accum_qk", "accum_qkv")}
+    settings = {"debian": (f"--preset tiny {flags}", "--stretches 3 --lengths 32,...,2048")}
 
     def call_here(command):                                                  # in this process: faster
         script, *flags = command.split()
         calls.append(f"{script} {flags[-1]}")
         {"train.py": train, "eval_extrapolate.py": eval_extrapolate, "theory.py": theory}[script].main(flags)
     monkeypatch.chdir(tmp_path)
+    os.makedirs("data/debian")                                               # its corpus is made already
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    monkeypatch.setattr(run, "TABLES", {"tiny": names})
-    monkeypatch.setattr(run, "EVALUATION", "--stretches 3 --lengths 32,...,2048")
-    monkeypatch.setattr(run, "MEASURED", ["accum_qkv"])
-    monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --length 128")
+    monkeypatch.setattr(run, "SETTINGS", settings)
+    monkeypatch.setattr(run, "TABLES", {"debian": [*run.runs("debian", "accum_qk accum_qkv")]})
+    monkeypatch.setattr(run, "MEASURED", ["debian-accum_qkv"])
+    monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --causes 64 --length 128")
     with pytest.raises(SystemExit) as stop:
-        run.main("tiny")
-    refused((stop.value.code, capsys.readouterr().err), "train.py --preset", "status 2")   # none in here
+        run.main("debian")
+    refused((stop.value.code, capsys.readouterr().err), "train.py --pos accum_qk", "status 2")
 
     monkeypatch.setattr(run, "call", call_here)
-    ckpt, path = Path("out/tiny-accum_qk/ckpt.pt"), Path("results/tiny-accum_qk.json")
+    ckpt, path = Path("out/debian-accum_qk/ckpt.pt"), Path("results/debian-accum_qk.json")
     run_train(corpus, ckpt.parent, "--max_iters", 4, "--pos", "accum_qk")
     torch.save(torch.load(ckpt) | {"iter_num": 2}, ckpt)
     os.mkdir("results")
     os.mkdir("assets")
-    run.main("tiny")
+    run.main("debian")
     path.unlink()
-    run.main("tiny")
+    run.main("debian")
     evaluated = "eval_extrapolate.py 32,...,2048"
     run.main("theory")
-    assert calls == ["train.py --resume", evaluated, "train.py out/tiny-accum_qkv", evaluated, evaluated,
-                     "theory.py 128"]
+    assert calls == ["train.py --resume", evaluated, "train.py out/debian-accum_qkv", evaluated, evaluated,
+                     "theory.py 128", "theory.py --logn"]
 
-    marks = "<!-- table: {} -->\nold\n<!-- end -->\n"
-    Path("README.md").write_text("before\n" + marks.format("tiny") + marks.format("theory") + "after\n")
+    names = "debian", "findings", "paper", "theory"
+    marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]
+    Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
     run.main("tables")
     first, long = Path("README.md").read_text(), Path("results/README.md").read_text()
-    head = "| scheme | perplexity per byte at 32 | `last` 128 | `last` 512 | `last` 2,048 | `window` 2,048 |"
-    assert first.startswith(f"before\n<!-- table: tiny -->\n{head}\n| --- |")
+    head = "| scheme | seeds | perplexity per byte at 32 | `last` 128 | `last` 512 | `last` 2,048 |"
+    assert first.startswith(f"before\n<!-- table: debian -->\n{head}")
     assert first.endswith(" |\n<!-- end -->\nafter\n") and "old" not in first
     assert Path("assets/extrapolation.png").exists() and Path("assets/theory.png").exists()
-    far = json.loads(Path("results/theory-tiny-accum_qkv.json").read_text())["far"]
+    far = json.loads(Path("results/theory-debian-accum_qkv.json").read_text())["far"]
     assert f"| {far[0]['far_mass']:.3f} | {far[-1]['far_mass']:.3f} | {far[-1]['predicted']:.3f} |" in first
     row = rows_of(json.loads(path.read_text()), "last")[128]
-    assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `tiny-accum_qkv` | " in long
+    assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `accum_qkv` | 1 | " in long
     path.write_text(path.read_text().replace('"text": "', '"text": "another '))
     with pytest.raises(SystemExit):
         run.main("tables")
     assert "differs in text" in capsys.readouterr().err
 
 
-def test_differences_are_paired_by_stretch():
-    one, other = {"stretch_nll": [2.0, 4.0]}, {"stretch_nll": [1.0, 2.0]}
-    assert importlib.import_module("results.run").difference(one, other) == "+1.500 ± 0.500"
+def made_up_runs(row, losses, base=2.0):
+    """Results of seeds: loss of every stretch at 256, and at 4,096 and 32,768 by a factor more."""
+    found = []
+    for seed in losses:
+        rows = [{"protocol": protocol, "context": context, "stretch_nll": [base + times * x for x in seed]}
+                for protocol in ("last", "window") for context, times in ((256, 0), (4096, 1), (32768, 2))]
+        found.append({"run": f"debian-{row}", "train_context": 256, "unit": "per token", "rows": rows})
+    return found
+
+
+def test_errors_are_over_stretches_and_over_seeds():
+    run = importlib.import_module("results.run")
+    values = np.array([[1.0, 3.0], [2.0, 6.0]])
+    mean, error = run.mean_and_error(values)
+    assert (mean, error) == (3.0, pytest.approx(math.hypot(1.5, 1.0)))       # stretches 1.5, 4.5; seeds 2, 4
+    assert run.mean_and_error(values[:1]) == (2.0, 1.0)
+    one, other = made_up_runs("random_qkv", values), made_up_runs("random_qk", values - 1)
+    assert run.ratio(one, "last", 4096) == f"{math.exp(3):.2f} ± {math.exp(3) * math.hypot(1.5, 1.0):.2f}"
+    table = run.carried_table({"random_qk": other, "random_qkv": one})
+    assert "| `random_qkv` | 2 | +0.000 ± 0.000 | +1.000 ± 0.000 | +2.000 ± 0.000 |" in table
+
+
+def test_findings_and_the_papers_numbers_come_from_the_runs():
+    run = importlib.import_module("results.run")
+    names = {name for _, *pair, _ in run.FINDINGS for name in pair} | {name for name, *_ in run.PAPER}
+    assert names <= {row for row, *_ in run.TABLES["debian"]}
+    results = {name: made_up_runs(name, np.full((3, 4), 0.1)) for name in names}
+    results["random_qkv-norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))
+    lines = run.findings(results).splitlines()
+    assert len(lines) == len(run.FINDINGS) and "3 seeds disagree" in lines[3] and "agree" in lines[0]
+    assert f"`random_qk` {math.exp(0.1):.2f}" in lines[0]
+    line = run.paper_table(results).splitlines()[2]
+    assert line == f"| `rope` | 16x | 16.20 | {math.exp(0.1):.2f} | {16.2 ** (1 / 4.5):.2f} | " + (
+        f"{math.exp(0.1 / 2.9):.2f} |")
+
+
+def test_the_english_corpus_has_no_translations_and_no_runs_of_blanks(tmp_path):
+    run = importlib.import_module("results.run")
+    texts = {"linux/html/_sources/a.rst.txt": "a  \t b\n\n  c", "python/html/_sources/b.txt": "b",
+             "linux/html/_sources/translations/it/a.rst.txt": "ciao", "linux/html/a.txt": "no"}
+    for name, text in texts.items():
+        path = tmp_path / "usr/share/doc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = list(run.debian_documents(tmp_path))
+    assert found == [("linux/html/_sources/a.rst.txt", b"a b\n\n c"), ("python/html/_sources/b.txt", b"b")]
 
 
 def test_costs_are_measured():
@@ -2286,6 +2379,9 @@ SLIPS = [   # formula, what stands in it, what a slip makes of it
     ("background_bound", "matrix_norm(covariance, 2)", "matrix_norm(covariance)"),
     ("value_floor", "torch.special.i1e(lam_pairs) / torch.special.i0e(lam_pairs)", "lam_pairs / 2"),
     ("far_output", "gain / n_eff[..., None]", "0.1 * gain / n_eff[..., None]"),
+    ("scaled_gap", "c * near", "near"), ("scaled_gap", "c * lam_pairs", "lam_pairs"),
+    ("output_angle", "f64(rho) / (1 - f64(rho))", "f64(rho)"),
+    ("output_angle", "* f64(size)", "* f64(size) ** 2"), ("output_angle", "1 - 1 / d", "1"),
     ("far_output", "coherent ** 2 + ", ""), ("far_output", ".clamp(max=1)", ""),
     ("far_output", "noise / n_eff", "noise / n_eff ** 2"),
 ]
@@ -2678,6 +2774,77 @@ def test_layers_are_measured_as_they_attend(pos):
                 assert torch.allclose(block.attn.c_proj(o), y, atol=1e-5)
 
 
+SPLIT = ["nope", "rope", "accum_qkv+alibi", "random_qk_v", "householder_qkv", "path", "ssmax"]
+
+
+@pytest.mark.parametrize("pos", SPLIT)
+def test_near_and_far_parts_make_the_output(pos, monkeypatch):
+    """Their sum is what the layer reads; the near part alone, made whole, is attention to near keys only."""
+    monkeypatch.setattr(theory, "CHUNK", 16)
+    model, idx, near = tiny(pos, torch.float64, n_layer=1), ids(1, 40), 8
+    with torch.no_grad():
+        layer = next(theory.layer_inputs(model, idx))
+        near_part, far_part, near_mass = theory.split_output(layer, near)
+        whole = attend(*layer)
+        assert (near_part + far_part - whole).abs().max() < 1e-12
+        assert far_part[:, :, :near].abs().max() == 0 < far_part[:, :, near:].abs().max()
+        if pos == "nope":
+            alone = attend(*(x[:, :, -near:] for x in layer[:3]))
+            assert (near_part / near_mass)[:, :, -1].allclose(alone[:, :, -1], atol=1e-12)
+
+        # the angle between the whole and the near part, at the last places
+        rows = torch.arange(32, 40)
+        found = theory.far_statistics(layer, rows, near)
+        cosine = F.cosine_similarity(whole, near_part, dim=-1)[0][:, rows]
+        assert close_to(found["angle"], cosine.clamp(-1, 1).acos(), 1e-6)
+        assert close_to(1 - found["far_mass"], near_mass[0, :, rows, 0], 1e-9)
+
+
+@pytest.mark.parametrize("pos", ["random_qkv", "accum_qk+fox", "path", "rope+logn"])
+def test_causes_of_the_loss(pos, theory_data, tmp_path, capsys):
+    """Left as it is, attention gives the model's own loss; if all keys are near, nothing can be zeroed."""
+    run = theory_run(tmp_path / "run", theory_data, pos, train_context=32)
+    found = measured(run, "--causes", "512")["causes"]
+    model, val = load_model(run / "ckpt.pt")[0], np.fromfile(theory_data / "val.bin", np.uint16).astype(int)
+    ends = [512, len(val) - 1]
+    texts = [torch.from_numpy(val[end - 512:end + 1]) for end in ends]
+    with torch.no_grad():
+        losses = [model.nll(text[None, :-1], text[None, 1:])[0, -32:].mean() for text in texts]
+        assert found["as it is"] == pytest.approx(float(np.mean(losses)), abs=1e-4)
+        same = theory.causes(model, texts[0], 512, 32)
+    assert found["context"] == 512 and abs(found["both"] - found["as it is"]) > 1e-5
+    assert max(same.values()) - min(same.values()) < 1e-5
+    assert "near whole" in capsys.readouterr().out
+
+
+def test_the_far_mass_of_scaled_logits_is_predicted(theory_data, tmp_path):
+    """Logits of 512 tokens, times c, predict the far mass of 8,192. All keys are the query, carried."""
+    steps = 0.4 * randn(1, 8, 8192, 32, seed=1)
+    x = 8 * F.normalize(randn(1, 8, 1, 64, seed=2), dim=-1).expand(1, 8, 8192, 64)
+    found = []
+    for T in (512, 8192):
+        turn = Rotation(accumulate(steps[:, :, :T], dtype=torch.float64))
+        rows = torch.arange(T - 64, T)
+        c = theory.growth("logn", rows, None, 512)[None, None, -1:, None]
+        layer = c * x[:, :, :T], x[:, :, :T], x[:, :, :T], turn, turn, None
+        found.append(theory.near_and_far(layer, rows, 64))
+    gap = theory.measured_gap(*(c[0, 0] * logits for logits in found[0]))
+    predicted = theory.far_mass(8192 - 64, 64, gap).mean()
+    plain = theory.far_mass(8192 - 64, 64, theory.measured_gap(*found[0])).mean()
+    rho = theory.far_mass(8192 - 64, 64, theory.measured_gap(*found[1])).mean()
+    assert abs(predicted - rho) < 0.02 and plain - rho > 0.2
+
+    rows, first = torch.arange(504, 512), torch.arange(24, 32)
+    i, i_first = (rows + 1).double(), (first + 1).double()
+    assert close_to(theory.growth("logn", rows, first, 32), i.log() / math.log(32))
+    assert close_to(theory.growth("logn", first, first, 32), torch.ones(8).double())
+    assert close_to(theory.growth("ssmax", rows, first, 32), i.log() / i_first.log())
+
+    run = theory_run(tmp_path / "run", theory_data, "random_qk")
+    plain, scaled = measured(run)["far"], measured(run, "--logn")["far"]
+    assert plain[0] == scaled[0] and plain[-1]["predicted"] != scaled[-1]["predicted"]
+
+
 def test_plot_of_two_runs(theory_data, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -2698,8 +2865,9 @@ def test_plot_of_two_runs(theory_data, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("flags,config,ckpt,words", [
     ("--length 31", {}, "good", ["--length 31", "(32)"]),
     ("--length 0", {}, "good", ["--length 0"]),
-    ("--length 1000000", {}, "good", ["val.bin", "6,000", "1,000,000"]),
+    ("--length 1000000", {}, "good", ["val.bin", "6,000", "1,000,001"]),
     ("--stretches 0", {}, "good", ["--stretches"]),
+    ("--causes 31", {}, "good", ["--causes 31", "32"]),
     ("--length far", {}, "good", ["far"]),
     ("--device tpu9", {}, "good", ["tpu9"]),
     ("--plot", {}, "good", ["pip install matplotlib"]),

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 
 import data
-from eval_extrapolate import Progress, check_runs, finite, parse_lengths, pyplot
+from eval_extrapolate import Progress, add_logn, check_runs, finite, parse_lengths, pyplot
 from model import load_model
 from train import pick_device
-from transport import Rotation, path_segments, rope_steps, rotate
+from transport import Rotation, parse, path_segments, rope_steps, rotate
 
 CHECKS = []                                                 # (section, check) in the order of this file
 TEXTS = torch.cartesian_prod(*[torch.arange(6)] * 4)        # all of 4 tokens, 6 in the vocabulary
@@ -119,6 +119,10 @@ def full(n, x):
 
 def count(n):
     return torch.arange(1, n + 1, dtype=torch.float64)
+
+
+def square_of(x):
+    return x.square().sum(-1)
 
 
 def exp_i(angle):
@@ -394,6 +398,35 @@ def attention_drifts_to_far_tokens(g):
     yield "! lam = 8 forces 1/2 only far beyond 65,536: 5.6e8 tokens", far_mass(5.6e8, 64, 16), "<", 0.5
 
 
+def scaled_gap(c, near, lam_pairs):
+    """Delta_eff of logits times c, where near ones are all `near` and far ones mixed: c near - ln Phi(c lam).
+
+    At least c near - c^2 V/4, V = sum lam_b^2: logits times c help up to about c = 2 near/V, and then harm,
+    since the spread of far logits counts as its square. With c = ln L/ln L_train (logn) the far mass stops
+    growing just beyond L_train if near - V/2 >= ln L_train: the slope of the gap, against that of ln L.
+    """
+    return c * near - far_partition(c * lam_pairs).log()
+
+
+@check(5)
+def scaled_logits_hold_attention_if_the_gap_is_wide(g):
+    lam_pairs, c = full(32, 0.25), f64([1.0, 1.5, 2.0, 3.0])
+    gaps = torch.stack([scaled_gap(scale, 6.0, lam_pairs) for scale in c])
+    yield "logits times c: Delta_eff >= c near - c^2 V/4", 6 * c - 0.5 * c ** 2, "<=", gaps, 1.02
+    logits = (2 * lam_pairs * walk(g, 30, 4096, 32).cos()).sum(-1)
+    rho = far_mass(logits.exp().sum(-1), 8 * math.exp(12))
+    yield "... E rho <= far/(far + near e^Delta_eff), c = 2", far_mass(4096, 8, gaps[2]), ">=", rho, 1.1
+    twice, once = [scaled_gap(c, 1.5, lam_pairs) for c in (6.0, 3.0)]
+    yield "! beyond c = 2 near/V it harms: near 1.5, c from 3 to 6", twice, "<", once
+
+    length = 512 * f64([1.0, 1.001])
+    scale = length.log() / math.log(512)
+    wide = torch.stack([scaled_gap(x, 1.0 + math.log(512) + 2 * 0.5, lam_pairs) for x in scale])
+    narrow = torch.stack([scaled_gap(x, 3.0, lam_pairs) for x in scale])
+    held = [far_mass(length - 64, 64, gap).diff().sign() for gap in (wide, narrow)]
+    yield "logn holds rho where near - V/2 > ln L_train, else not", torch.cat(held), "=", [-1, 1]
+
+
 # -----------------------------------------------------------------------------------------------------------
 # 6. Distance bias: logits s + bias(n), |s| <= lam; near tokens have n < near, far ones near <= n < length
 
@@ -520,13 +553,45 @@ def what_is_left_of_far_output(g):
     yield "! the keys' angles: a floor, |c|^2 (floor^2 + kappa/n_eff)", formula, ">=", square, 1.35
 
 
+def output_angle(rho, size, d):
+    """Angle between an output o = (1 - rho) n + rho f and its near part n, in radians:
+    tan^2 = (rho/(1 - rho))^2 size^2 (1 - 1/d).
+
+    f has mean zero, in all directions alike; size^2 = E |f|^2/|n|^2, for instance from far_output. |o - n| is
+    at least rho |n| on average, however small f is. Normalised, they differ by 2 sin(angle/2) alone: a norm
+    after attention mends what far mass does to the size of the near part, if far values are incoherent.
+    """
+    return torch.atan(f64(rho) / (1 - f64(rho)) * f64(size) * math.sqrt(1 - 1 / d))
+
+
+@check(7)
+def a_norm_keeps_the_direction(g):
+    near, d = F.normalize(normal(g, 8), dim=0), 8
+    weight, phase = normal(g, 60).softmax(0), 2 * math.pi * torch.rand(4000, 60, 4, generator=g)
+    carried = 0.35 * (weight[:, None] * exp_i(phase)).sum(1)                 # mixed, |c_b| = .35 in 4 pairs
+    output = 0.3 * near + 0.7 * torch.cat((carried.real, carried.imag), dim=-1)
+
+    aside = square_of(output - (output @ near)[:, None] * near)
+    size = 0.7 * weight.square().sum().sqrt()
+    tangent = 0.3 * output_angle(0.7, size, d).tan()
+    yield "angle of o and its near part: tan = rho/(1-rho) |f|/|n|", tangent ** 2, "~", aside
+    angle = torch.acos(F.normalize(output, dim=-1) @ near)
+    apart = square_of(F.normalize(output, dim=-1) - near)
+    yield "normalised: |o - n| = 2 sin(angle/2)", 4 * (angle / 2).sin() ** 2, "=", apart
+    yield "! without a norm |o - n| >= rho |n|, incoherent or not", 0.49, "<=", square_of(output - near), 1.2
+
+
 # -----------------------------------------------------------------------------------------------------------
 # A trained model, measured at the same query tokens for every length
 
 QUERIES = 32      # measured per head and stretch of text
+CHUNK = 1024      # queries at a time where all are measured
 TOLERANCE = 0.1   # nats: phases have mixed when the mean logit is this close to its limit
 FAR = {"far_mass": ".4f", "predicted": ".4f", "mean_far": ".4f", "worst_case": ".1e", "gap": ".2f",
-       "coherence": ".3f", "expected": ".3f", "n_eff^-.5": ".3f"}
+       "coherence": ".3f", "expected": ".3f", "n_eff^-.5": ".3f", "angle": ".2f", "exp_angle": ".2f"}
+CAUSES = [   # name, weight of the far part, is the near part made whole?
+    ("as it is", 1, False), ("far zeroed", 0, False), ("near whole", 1, True), ("both", 0, True),
+]
 
 
 def layer_inputs(model, idx):
@@ -609,19 +674,31 @@ def query_logits(layer, rows):
     return logits
 
 
+def near_and_far(layer, rows, near):
+    """Logits (H, Q, T) of the queries in rows (Q,): first those to keys nearer than `near` tokens, then those
+    to the others; -inf elsewhere."""
+    logits = query_logits(layer, rows)
+    distance = rows[:, None] - torch.arange(logits.size(-1), device=rows.device)
+    near_logits = logits.masked_fill((distance < 0) | (distance >= near), -math.inf)
+    return near_logits, logits.masked_fill(distance < near, -math.inf)
+
+
+def measured_gap(near_logits, far_logits):
+    """Delta_eff (H, Q): logmeanexp of near logits minus that of far ones."""
+    counts = [logits.isfinite().sum(-1).double().log() for logits in (near_logits, far_logits)]
+    return near_logits.logsumexp(-1) - counts[0] - far_logits.logsumexp(-1) + counts[1]
+
+
 def far_statistics(layer, rows, near):
     """Attention of the queries in rows (Q,), ascending and >= near, to far keys: `near` or more tokens away.
 
     Logits are Q x T a head; nothing is T x T. -> dict of tensors (H, Q).
     """
     q, k, v, _, value_transport, key_bias = layer
-    logits = query_logits(layer, rows)
-    distance = rows[:, None] - torch.arange(k.size(2), device=rows.device)
+    near_logits, far_logits = near_and_far(layer, rows, near)
+    gap = measured_gap(near_logits, far_logits)
     far = (rows + 1 - near).double()                        # how many
-    near_logits = logits.masked_fill((distance < 0) | (distance >= near), -math.inf)
-    far_logits = logits.masked_fill(distance < near, -math.inf)
-    gap = near_logits.logsumexp(-1) - math.log(near) - far_logits.logsumexp(-1) + far.log()
-    far_mean = (logits * (distance >= near)).sum(-1) / far
+    far_mean = far_logits.nan_to_num(neginf=0.0).sum(-1) / far
 
     longest = k[0].norm(dim=-1).amax(-1, keepdim=True)
     spread = 2 * q[0][:, rows].norm(dim=-1) * longest / math.sqrt(q.size(-1))
@@ -632,14 +709,19 @@ def far_statistics(layer, rows, near):
     carried = v[0] if value_transport is None else value_transport.encode(v)[0]
     size = (alpha @ v[0].norm(dim=-1, keepdim=True))[..., 0]
     n_eff = 1 / alpha.square().sum(-1)
+    expected = expected_output(layer, carried, rows, near, n_eff)
+    rho, near_output = far_mass(far, near, gap), near_logits.softmax(-1).to(v.dtype) @ carried
+    output = (1 - rho)[..., None] * near_output + rho[..., None] * (alpha @ carried)
     return {
         "gap": gap,
-        "far_mass": far_mass(far, near, gap),
+        "far_mass": rho,
         "mean_far": far_mass(far, near, near_logits.amax(-1) - far_mean),
         "worst_case": far_mass(far, near, spread),
         "coherence": (alpha @ carried).norm(dim=-1) / size,
-        "expected": expected_output(layer, carried, rows, near, n_eff) / size,
+        "expected": expected / size,
         "n_eff^-.5": n_eff.rsqrt(),
+        "angle": torch.acos(F.cosine_similarity(output, near_output, dim=-1).clamp(-1, 1)),
+        "exp_angle": output_angle(rho, expected / near_output.norm(dim=-1), v.size(-1)),
     }
 
 
@@ -664,42 +746,95 @@ def expected_output(layer, carried, rows, near, n_eff):
     return far_output(c2, coherent, gain, n_eff, noise).sqrt()
 
 
+def split_output(layer, near):
+    """A layer's output as its near and its far part (1, H, T, d), and the near mass 1 - rho (1, H, T, 1).
+
+    Logits are CHUNK x T a head.
+    """
+    _, _, v, _, value_transport, _ = layer
+    values = v if value_transport is None else value_transport.encode(v)
+    parts = []
+    for rows in torch.arange(v.size(2), device=v.device).split(CHUNK):
+        near_logits, far_logits = near_and_far(layer, rows, near)
+        weights = torch.maximum(near_logits, far_logits).softmax(-1).to(v.dtype)[None]
+        near_weights = weights * near_logits.isfinite()
+        far_part = (weights - near_weights) @ values
+        parts.append((near_weights @ values, far_part, near_weights.sum(-1, keepdim=True)))
+    near_part, far_part, near_mass = [torch.cat(part, dim=2) for part in zip(*parts)]
+    if value_transport is not None:
+        near_part, far_part = value_transport.decode(near_part), value_transport.decode(far_part)
+    return near_part, far_part, near_mass
+
+
+def growth(pos, rows, first_rows, context):
+    """By what scaled logits of the queries in rows are larger than those in first_rows at the context."""
+    scale, i = parse(pos)[2], (rows + 1).double()
+    if scale == "ssmax":
+        return i.log() / (first_rows + 1).double().log()
+    return (i.log() / math.log(context)).clamp_min(1) if scale else torch.ones_like(i)
+
+
+def causes(model, text, near, targets):
+    """Mean loss (nats) of the last targets of text (T + 1,), with the far part of attention kept or zeroed in
+    all layers, and the near part, (1 - rho) n, left as it is or made whole, n -> dict by names of CAUSES."""
+    idx, losses = text[None, :-1], {}
+    for name, keep_far, whole in CAUSES:
+        x = model.wte(idx)
+        shared = model.transport(idx, x)
+        for block in model.h:
+            normed = block.ln_1(x)
+            near_part, far_part, near_mass = split_output(block.attn.inputs(normed, idx, shared), near)
+            if whole:
+                near_part = near_part / near_mass
+            x = x + block.attn.output(near_part + keep_far * far_part, normed)
+            x = x + block.mlp(block.ln_2(x))
+        last = model.ln_f(x)[0, -targets:]
+        losses[name] = float(model.rows_nll(last, text[-targets:]).mean())
+    return losses
+
+
 @torch.no_grad()
 def measure(run, args):
     """Measure a run, write and print run/theory.json -> its dict. Means are over text, layers and heads."""
     device = torch.device(pick_device(args.device))
     model, saved = load_model(run / "ckpt.pt", device)
     context = saved["train_config"]["block_size"]
+    if args.logn:
+        add_logn(model, context)
     folder = data.find(saved["train_config"]["data"])
     if not 16 <= context <= args.length or args.stretches < 1:
         raise ValueError(f"{run}: needs a training context ({context}) of 16 or more, --length {args.length} "
                          f"no shorter, --stretches {args.stretches} 1 or more")
+    if args.causes and not context <= args.causes <= args.length:
+        raise ValueError(f"--causes {args.causes} must be from {context}, the training context, to --length")
     data.check_encoding(folder, saved["encoding"])
-    val = data.load(folder, "val", args.length, model.config.vocab_size)
+    val = data.load(folder, "val", args.length + 1, model.config.vocab_size)
 
-    ends = np.unique(np.linspace(args.length, len(val), args.stretches).astype(np.int64))
-    stretches = np.stack([val[end - args.length:end] for end in ends])
+    ends = np.unique(np.linspace(args.length, len(val) - 1, args.stretches).astype(np.int64))
+    stretches = np.stack([val[end - args.length:end + 1] for end in ends])
     stretches = torch.from_numpy(stretches.astype(np.int64)).to(device)
     lengths, near = parse_lengths("", context, args.length), context // 4
 
     progress = Progress(model, run.name, [(length, length) for length in lengths for _ in ends])
-    far = []
+    far, first = [], None
     for length in lengths:
         rows = torch.linspace(length - context // 2, length - 1, QUERIES, device=device).long()
-        found = []
-        for text in stretches:
-            for layer in layer_inputs(model, text[None, -length:]):
-                found.append(far_statistics(layer, rows, near))
-            progress.tick(length, length)
+        layers = [layer for text in stretches for layer in layer_inputs(model, text[None, -length - 1:-1])]
+        found = [far_statistics(layer, rows, near) for layer in layers]
+        if length == context:
+            first = [near_and_far(layer, rows, near) for layer in layers]
+            first_rows = rows
+        progress.tick(length * len(stretches), length)
 
         values = {key: torch.stack([layer[key] for layer in found]) for key in found[0]}
-        if length == context:
-            gap = values["gap"]
+        scale = growth(model.config.pos, rows, first_rows, context)[:, None]
+        gap = torch.stack([measured_gap(scale * near_logits, scale * far_logits)
+                           for near_logits, far_logits in first])
         values["predicted"] = far_mass(rows + 1 - near, near, gap)
         far.append({"context": length} | {key: float(values[key].mean()) for key in FAR})
 
     result = {
-        "run": run.name,
+        "run": run.name + "+logn" * args.logn,
         "pos": model.config.pos,
         "iter_num": saved["iter_num"],
         "train_context": context,
@@ -707,7 +842,11 @@ def measure(run, args):
         "data": folder.name,
         "stretches": len(stretches),
     }
-    result |= mixing(layer_inputs(model, stretches[:1]), context) | {"far": far}
+    result |= mixing(layer_inputs(model, stretches[:1, :-1]), context) | {"far": far}
+    if args.causes:
+        losses = [causes(model, text[-args.causes - 1:], near, context) for text in stretches]
+        mean = {name: float(np.mean([loss[name] for loss in losses])) for name, *_ in CAUSES}
+        result["causes"] = {"context": args.causes} | mean
     data.write_json(run / "theory.json", finite(result))
     print_result(result)
     return result
@@ -728,6 +867,9 @@ def print_result(result):
           f"{result['n_mix']:,}; {result['unmixed']:.0%} of the energy has not mixed after {context}")
     title = f"far mass, from {near} tokens (predicted: gap of {context}; bounds mean_far, worst_case)"
     show(title, result["far"], {"context": ","} | FAR)
+    if "causes" in result:
+        title = f"loss (nats) of the last {context} tokens, by what attention reads"
+        show(title, [result["causes"]], {"context": ","} | {name: ".3f" for name, *_ in CAUSES})
 
 
 def plot(results):
@@ -743,7 +885,7 @@ def plot(results):
             contexts = [row["context"] for row in result["far"]]
             for key, style in ((measured, "-"), (theory, "--")):
                 ax.semilogx(contexts, [row[key] for row in result["far"]], style, base=4, color=f"C{i}")
-            ends.append((result["far"][-1][measured], f"C{i}", result["pos"]))
+            ends.append((result["far"][-1][measured], f"C{i}", result["run"]))
 
         height = 1.06                       # labels as high as line ends, or as those above need
         for end, color, label in sorted(ends, reverse=True):
@@ -764,6 +906,9 @@ def main(argv=None):
     option("--seed", type=int, default=0, help="of the checks' random numbers")
     option("--length", type=int, default=65536, help="longest context to measure (default 65,536)")
     option("--stretches", type=int, default=4, help="stretches of validation text to measure (default 4)")
+    option("--causes", type=int, default=0, metavar="N", help="at N tokens, also zero the far part of "
+           "attention and make the near part whole (all logits are computed, N x N)")
+    option("--logn", action="store_true", help="scale logits by max(1, ln i / ln of the training context)")
     option("--device", default="auto", help="cpu, cuda, cuda:1, ...")
     option("--plot", action="store_true", help="draw out/theory.png (needs matplotlib)")
     args = parser.parse_args(argv)

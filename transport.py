@@ -496,8 +496,8 @@ def path_segment(q, k, w, beta):
 #
 # forward(idx, x, past): idx (B, T) token ids; x (B, T, C) the layer's normalised input, or the token
 # embeddings for a `shared` module, which all layers have in common; float32 or wider. past: a dict in which
-# to keep what the next call goes on from. The config has n_head, n_embd, vocab_size, sigma, rope_base and
-# train_context.
+# to keep what the next call goes on from. The config has n_head, n_embd, vocab_size, sigma, rope_base,
+# alibi_scale and train_context.
 
 class Angles(nn.Module):
     """Steps that turn channel pairs: a subclass gives the angles by `steps`, (B|1, T, H|1, d/2), radians."""
@@ -641,10 +641,11 @@ class Alibi(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
+        self.n_head, self.scale = config.n_head, config.alibi_scale
 
     def forward(self, idx, x, past):
-        return alibi_slopes(self.n_head, idx.device)[None, :, None] * places(idx, past)
+        slopes = self.scale * alibi_slopes(self.n_head, idx.device)
+        return slopes[None, :, None] * places(idx, past)
 
 
 class ForgetGate(nn.Module):

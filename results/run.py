@@ -1,18 +1,23 @@
-"""The runs behind README.md, made again by one line a table, from the folder that holds out/.
+"""The runs behind README.md, made again by one line a table, from the folder that holds out/ and data/.
 
-    python results/run.py tiny      trains and evaluates the table's runs, into results/RUN.json
-    python results/run.py theory    measures some of them with theory.py, into results/theory-RUN.json
-    python results/run.py tables    writes results/README.md, README.md's tables and both figures
+    python results/run.py debian    makes the corpus, trains and evaluates its runs -> results/RUN.json
+    python results/run.py tiny      the same for the quick start's runs, on bytes
+    python results/run.py theory    measures some of those with theory.py -> results/theory-RUN.json
+    python results/run.py tables    writes results/README.md, README.md's tables and the figures
 
-A finished training in out/RUN is evaluated only, an unfinished one goes on; what is evaluated is skipped.
+Stop and call it again: a finished training in out/RUN is evaluated only, an unfinished one goes on, what is
+evaluated is skipped. Tables have the runs that are there. The corpus needs Debian 12 (apt, dpkg).
 """
 import hashlib
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,23 +25,78 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data
-from eval_extrapolate import cell, mean_and_error, plot
+from eval_extrapolate import cell, plot
 from model import load_model
 from theory import plot as theory_plot
 
-SCHEMES = "nope rope random_qk random_qkv accum_qk accum_qkv path alibi rope+alibi accum_qkv+alibi".split()
-MEASURED = ["rope", "random_qk", "random_qkv", "accum_qkv", "alibi", "accum_qkv+alibi"]
-MEASUREMENT = "--length 16384 --stretches 2"
-# table -> name of each run -> flags of train.py; all are evaluated with the same flags
-TABLES = {"tiny": {f"tiny-{pos}": f"--pos {pos} --preset tiny" for pos in SCHEMES}}
-EVALUATION = "--lengths 256,...,16384 --stretches 12"
+PACKAGES = "linux-doc-6.1 python3.11-doc".split()
+# glibc gives the memory of a step back and fetches it again: 18 % of a step, with a vocabulary of 8,192
+MALLOC = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2 ** 33))
 
+
+class Run(NamedTuple):
+    """What is trained in out/FOLDER and evaluated into results/NAME.json: one seed of a row of a table."""
+    row: str
+    name: str
+    folder: str
+    train: str
+    evaluate: str
+
+
+SETTINGS = {    # table -> flags of training and of evaluation
+    "debian": ("--preset tiny --data debian --compile",
+               "--lengths 256,1024,4096,16384,32768 --stretches 12 --dtype bfloat16"),
+    "copy": ("", "--lengths 128,256,1024,4096,16384,32768 --stretches 4 --dtype bfloat16 --copy"),
+    "tiny": ("--preset tiny", "--lengths 256,...,16384 --stretches 12"),
+}
+
+
+def runs(table, schemes, seeds=(1,), norm=False, also=""):
+    """The runs of some schemes. norm: with --out_norm; also: more flags of their evaluation."""
+    trained = "debian" if table == "copy" else table
+    for pos in schemes.split():
+        for seed in seeds:
+            suffix = "-norm" * norm + f"-seed{seed}" * (seed > 1)
+            folder = f"{trained}-{pos}{suffix}"
+            flags = SETTINGS[trained][0] + " --out_norm" * norm + f" --seed {seed}" * (seed > 1)
+            row = pos + "+logn" * ("--logn" in also) + "-norm" * norm
+            name = f"{table}-{row}" + f"-seed{seed}" * (seed > 1)
+            yield Run(row, name, folder, f"train.py --pos {pos} {flags} --out_dir out/{folder}",
+                      f"eval_extrapolate.py out/{folder} {SETTINGS[table][1]}{also}")
+
+
+TABLES = {
+    "debian": [
+        *runs("debian", "nope rope random_qk random_qkv accum_qk accum_qkv alibi", (1, 2, 3)),
+        *runs("debian", "random_qk random_qkv random_qk_v", (1, 2, 3), norm=True),
+        *runs("debian", "path fox accum_qkv+alibi"),
+        *runs("debian", "random_qk_v+ssmax", norm=True),
+        *runs("debian", "rope random_qk random_qkv path", also=" --logn"),
+        *runs("debian", "random_qk random_qkv random_qk_v", norm=True, also=" --logn"),
+    ],
+    "copy": [
+        *runs("copy", "rope random_qkv alibi fox accum_qkv+alibi"),
+        *runs("copy", "random_qkv", also=" --logn"),
+        *runs("copy", "random_qk_v", norm=True, also=" --logn"),
+    ],
+    "tiny": [
+        *runs("tiny", "nope rope random_qk random_qkv accum_qk accum_qkv path"),
+        *runs("tiny", "alibi rope+alibi accum_qkv+alibi"),
+    ],
+}
+MEASURED = [f"debian-{run}" for run in "rope random_qk random_qkv accum_qkv alibi".split()]
+MEASURED += [f"debian-{run}-norm" for run in ("random_qk", "random_qkv", "random_qk_v")]
+MEASUREMENT = "--length 32768 --stretches 2 --causes 8192"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Making
 
 def call(command):
     """Run one of the project's scripts. Raises ValueError if it fails."""
     print(f"\n$ python {command}", flush=True)
     script, *flags = command.split()
-    status = subprocess.run([sys.executable, str(ROOT / script), *flags]).returncode
+    status = subprocess.run([sys.executable, str(ROOT / script), *flags], env=MALLOC | os.environ).returncode
     if status:
         raise ValueError(f"python {command} ended with status {status}")
 
@@ -48,71 +108,105 @@ def cpu():
     return names[0] if names else platform.machine()
 
 
+def debian_documents(top):
+    """The sources of the packages' pages, unpacked in `top`: English only, runs of blanks made one."""
+    for path in sorted(top.glob("usr/share/doc/*/html/_sources/**/*.txt")):
+        name = path.relative_to(top / "usr/share/doc").as_posix()
+        if "translations" not in name:
+            yield name, re.sub(rb"[ \t]+", b" ", path.read_bytes())
+
+
+def make_debian():
+    """Make data/debian: the documentation of Linux and of Python, in GPT-2's BPE cut to 8,192 ids."""
+    unpack = f"apt-get download {' '.join(PACKAGES)} && for f in *.deb; do dpkg-deb -x $f . || exit 1; done"
+    with tempfile.TemporaryDirectory() as top:
+        if subprocess.run(["sh", "-c", unpack], cwd=top).returncode:
+            raise ValueError("the corpus needs Debian 12, a network, and apt-get update")
+        data.prepare(debian_documents(Path(top)), Path("data/debian"), ", ".join(PACKAGES), "gpt2:8192")
+
+
 def make(table):
     """Train and evaluate every run of a table that is not finished, one after the other."""
-    for name, flags in TABLES[table].items():
-        folder, path = Path("out", name), ROOT / "results" / f"{name}.json"
+    if table == "debian" and not Path("data/debian").exists():
+        make_debian()
+    for run in TABLES[table]:
+        folder, path = Path("out", run.folder), ROOT / "results" / f"{run.name}.json"
         ckpt = folder / "ckpt.pt"
-        train = f"train.py {flags} --out_dir {folder}"
-        evaluate = f"eval_extrapolate.py {folder} {EVALUATION}"
         if not ckpt.exists():
-            call(train)
+            call(run.train)
         saved = load_model(ckpt)[1]
         if saved["iter_num"] < saved["train_config"]["max_iters"]:
-            call(f"{train} --resume")
+            call(f"{run.train} --resume")
 
         result = json.loads(path.read_text()) if path.exists() else {}
         digest = hashlib.sha256(ckpt.read_bytes()).hexdigest()
-        if result.get("commands") == [train, evaluate] and result["checkpoint"] == digest:
-            print(f"{name} is finished")
+        if result.get("commands") == [run.train, run.evaluate] and result["checkpoint"] == digest:
+            print(f"{run.name} is finished")
             continue
-        call(evaluate)
+        call(run.evaluate)
         result = json.loads((folder / "extrapolate.json").read_text())
-        data.write_json(path, result | {"commands": [train, evaluate], "cpu": cpu()})
+        data.write_json(path, result | {"commands": [run.train, run.evaluate], "cpu": cpu()})
 
 
 def measure():
-    """The quantities of the theory on some trained models."""
-    for pos in MEASURED:
-        command = f"theory.py out/tiny-{pos} {MEASUREMENT}"
-        call(command)
-        result = json.loads(Path("out", f"tiny-{pos}", "theory.json").read_text())
-        path = ROOT / "results" / f"theory-tiny-{pos}.json"
-        data.write_json(path, result | {"command": command, "cpu": cpu()})
+    """The quantities of the theory on some trained models, with and without scaled logits."""
+    for name in MEASURED:
+        for scale in ("", " --logn"):
+            command = f"theory.py out/{name} {MEASUREMENT}{scale}"
+            path = ROOT / "results" / f"theory-{name}{scale.replace(' --', '+')}.json"
+            if not path.exists():
+                call(command)
+                result = json.loads(Path("out", name, "theory.json").read_text())
+                data.write_json(path, result | {"command": command, "cpu": cpu()})
 
 
-def theory_table(results):
-    """Far mass at the training context and at the longest one, its prediction, and coherence."""
-    titles = ["scheme", "far mass", "at the longest", "predicted", "Δ_eff", "coherence", "expected"]
-    rows = []
-    for result in results:
-        first, last = result["far"][0], result["far"][-1]
-        rows.append([
-            f"`{result['pos']}`",
-            f"{first['far_mass']:.3f}",
-            f"{last['far_mass']:.3f}",
-            f"{last['predicted']:.3f}",
-            f"{first['gap']:.1f} → {last['gap']:.1f}",
-            f"{first['coherence']:.2f} → {last['coherence']:.2f}",
-            f"{last['expected']:.2f}",
-        ])
-    return markdown(titles, rows)
-
+# -----------------------------------------------------------------------------------------------------------
+# Showing
 
 def load(table):
-    """A table's results. Raises ValueError where they differ in text, unit or training context."""
-    paths = [ROOT / "results" / f"{name}.json" for name in TABLES[table]]
-    results = [json.loads(path.read_text()) for path in paths]
-    for path, result in zip(paths, results):
-        for key in ("text", "unit", "train_context"):
-            if key not in result or result[key] != results[0][key]:
-                raise ValueError(f"{path} differs in {key}: make it again with python results/run.py {table}")
-    return results
+    """Results by row, a list over seeds, of runs that are there. ValueError where they cannot be compared."""
+    rows, first = {}, None
+    for run in TABLES[table]:
+        path = ROOT / "results" / f"{run.name}.json"
+        if path.exists():
+            result = json.loads(path.read_text())
+            first = first or result
+            for key in ("text", "unit", "train_context"):
+                if key not in result or result[key] != first[key]:
+                    raise ValueError(f"{path} differs in {key}: make it again, run.py {table}")
+            rows.setdefault(run.row, []).append(result)
+    return rows
 
 
-def by_context(result, protocol):
-    """A result's rows under one protocol, by context length."""
-    return {row["context"]: row for row in result["rows"] if row["protocol"] == protocol}
+def losses(results, protocol, context):
+    """Loss of every stretch in nats: (seeds, stretches)."""
+    found = []
+    for result in results:
+        for row in result["rows"]:
+            if (row["protocol"], row["context"]) == (protocol, context):
+                found.append(row["stretch_nll"])
+    return np.array(found, dtype=np.float64)                # null: not a number
+
+
+def change(results, protocol, context):
+    """Loss at a context minus that at the training context: the log of the ratio, (seeds, stretches)."""
+    base = results[0]["train_context"]
+    return losses(results, protocol, context) - losses(results, protocol, base)
+
+
+def mean_and_error(values):
+    """Mean of (seeds, stretches), and its standard error over stretches and, where there are some, seeds."""
+    variance = 0.0
+    for axis, count in enumerate(values.shape):
+        if count > 1:
+            variance += values.mean(1 - axis).var(ddof=1) / count
+    return values.mean(), variance ** 0.5
+
+
+def ratio(results, protocol, context):
+    """Perplexity over that at the training context, as a table shows it."""
+    mean, error = mean_and_error(change(results, protocol, context))
+    return cell(np.exp(mean), np.exp(mean) * error, digits=2)
 
 
 def markdown(titles, rows):
@@ -122,42 +216,138 @@ def markdown(titles, rows):
 
 def ratio_table(results, columns):
     """Perplexity at the training context, then ratios to it. columns: (protocol, context) each."""
-    base = results[0]["train_context"]
+    first = next(iter(results.values()))[0]
+    base = first["train_context"]
     rows = []
-    for result in results:
-        perplexity = by_context(result, columns[0][0])[base]["ppl"]
-        cells = [f"`{result['run'].split('-', 1)[1]}`", cell(perplexity, digits=2)]
-        for protocol, context in columns:
-            row = by_context(result, protocol)[context]
-            cells.append(cell(row["ratio"], row["ratio_stderr"], digits=2))
-        rows.append(cells)
+    for name, seeds in results.items():
+        perplexity = np.exp(losses(seeds, columns[0][0], base).mean())
+        cells = [ratio(seeds, protocol, context) for protocol, context in columns]
+        rows.append([f"`{name}`", f"{len(seeds)}", cell(perplexity, digits=2), *cells])
     titles = [f"`{protocol}` {context:,}" for protocol, context in columns]
-    return markdown(["scheme", f"perplexity {results[0]['unit']} at {base:,}", *titles], rows)
-
-
-def difference(one, other):
-    """Loss of one row minus that of another, paired by stretch (nats)."""
-    losses = [np.array(row["stretch_nll"], dtype=np.float64) for row in (one, other)]   # null: not a number
-    mean, error = mean_and_error(losses[0] - losses[1])
-    return f"{mean:+.3f} ± {error:.3f}"
+    return markdown(["scheme", "seeds", f"perplexity {first['unit']} at {base:,}", *titles], rows)
 
 
 def carried_table(results):
-    """What carrying values does to the same scheme: loss by `last` of `_qkv` minus that of `_qk`, paired."""
-    runs = {result["run"]: by_context(result, "last") for result in results}
+    """What carrying values does to the same scheme: loss of `_qkv` or `_qk_v` minus that of `_qk`, paired."""
+    first = next(iter(results.values()))[0]
     rows = []
-    for name, one in runs.items():
-        other = runs.get(name.replace("_qkv", "_qk"))
-        if other not in (None, one):
-            rows.append([f"`{name}`", *(difference(one[context], other[context]) for context in one)])
-    return markdown(["run", *(f"{context:,}" for context in by_context(results[0], "last"))], rows)
+    for name, one in results.items():
+        other = results.get(re.sub("_qkv|_qk_v", "_qk", name), one)
+        if other is not one:
+            n, cells = min(len(one), len(other)), []
+            for context in contexts(first):
+                paired = losses(one[:n], "last", context) - losses(other[:n], "last", context)
+                cells.append("{:+.3f} ± {:.3f}".format(*mean_and_error(paired)))
+            rows.append([f"`{name}`", f"{n}", *cells])
+    return markdown(["scheme", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
+
+
+def short(name):
+    """A run's name without that of its table."""
+    return name.split("-", 1)[1]
+
+
+def contexts(result):
+    return [row["context"] for row in result["rows"] if row["protocol"] == "last"]
+
+
+def copy_table(results):
+    """Perplexity of a passage that stands in the text a second time, over that without the first copy."""
+    rows, distances = [], []
+    for name, seeds in results.items():
+        copies = [[row for row in seed["rows"] if row["protocol"] == "copy"] for seed in seeds]
+        if all(copies):
+            passage = seeds[0]["train_context"] // 4
+            distances = [row["context"] + 1 - passage for row in copies[0]]
+            ratios = [np.mean([row["ratio"] for row in same]) for same in zip(*copies)]
+            rows.append([f"`{name}`", f"{len(seeds)}", *(f"{ratio:.2f}" for ratio in ratios)])
+    return markdown(["scheme", "seeds", *(f"{distance:,}" for distance in distances)], rows)
+
+
+def theory_table(results):
+    """Far mass at the training context and at the longest one, its prediction, and coherence."""
+    titles = ["run", "far mass", "at the longest", "predicted", "Δ_eff", "coherence", "expected", "angle",
+              "expected"]
+    rows = []
+    for result in results:
+        first, last = result["far"][0], result["far"][-1]
+        rows.append([
+            f"`{short(result['run'])}`",
+            f"{first['far_mass']:.3f}",
+            f"{last['far_mass']:.3f}",
+            f"{last['predicted']:.3f}",
+            f"{first['gap']:.1f} → {last['gap']:.1f}",
+            f"{first['coherence']:.2f} → {last['coherence']:.2f}",
+            f"{last['expected']:.2f}",
+            f"{last['angle']:.2f}",
+            f"{last['exp_angle']:.2f}",
+        ])
+    return markdown(titles, rows)
+
+
+def causes_table(results):
+    """Loss where attention reads its near or far part only, or the near part whole."""
+    titles = list(results[0]["causes"])
+    rows = []
+    for result in results:
+        context, *causes = result["causes"].values()
+        rows.append([f"`{short(result['run'])}`", f"{context:,}", *(f"{loss:.2f}" for loss in causes)])
+    return markdown(["run", *titles], rows)
+
+
+PAPER = [   # scheme, multiple of the training context, ratio of perplexity per token of GPT-2's BPE
+    ("rope", 16, 16.2), ("random_qk", 16, 1.60), ("random_qk", 128, 7.49), ("random_qkv", 128, 1.59),
+    ("alibi", 128, 0.96),
+]
+BYTES_A_TOKEN = {"paper": 4.5, "here": 2.9}
+
+
+def paper_table(results):
+    """The paper's ratios beside ours by its protocol, `window`, per token and per byte."""
+    rows = []
+    for name, times, paper in PAPER:
+        if name not in results:
+            continue
+        seeds = results[name]
+        here = np.exp(change(seeds, "window", times * seeds[0]["train_context"]).mean())
+        by_byte = paper ** (1 / BYTES_A_TOKEN["paper"]), here ** (1 / BYTES_A_TOKEN["here"])
+        rows.append([f"`{name}`", f"{times}x", *(f"{number:.2f}" for number in (paper, here, *by_byte))])
+    return markdown(["scheme", "context", "paper, per token", "here", "paper, per byte", "here"], rows)
+
+
+FINDINGS = [   # what the numbers say; two rows of the table; the context, as a multiple of that in training
+    ("Accumulated rotations extrapolate where RoPE fails", "random_qk", "rope", 16),
+    ("Rotations alone degrade, a distance bias does not", "alibi", "random_qk", 128),
+    ("Carrying values, alone", "random_qkv", "random_qk", 128),
+    ("Carrying values, with a norm after attention", "random_qkv-norm", "random_qk-norm", 128),
+    ("Values by angles of their own, with the norm", "random_qk_v-norm", "random_qkv-norm", 128),
+    ("Logits that grow with ln i, with both", "random_qk_v+logn-norm", "random_qk_v-norm", 128),
+]
+
+
+def findings(results):
+    """A line for each of FINDINGS whose runs are there."""
+    lines = []
+    for text, name, other_name, times in FINDINGS:
+        one, other = results.get(name), results.get(other_name)
+        if not one or not other:
+            continue
+        n, context = min(len(one), len(other)), times * one[0]["train_context"]
+        paired = change(one[:n], "last", context) - change(other[:n], "last", context)
+        mean, error = mean_and_error(paired)
+        agree = abs(np.sign(paired.mean(1)).sum()) == n
+        certain = "one seed" if n == 1 else f"{n} seeds " + ("agree" if agree else "disagree")
+        ratios = ratio(one, "last", context), ratio(other, "last", context)
+        lines.append(f"- {text}: `{name}` {ratios[0]}, `{other_name}` {ratios[1]} at {times}x "
+                     f"(log ratio {mean:+.2f} ± {error:.2f}, paired; {certain}).")
+    return "\n".join(lines)
 
 
 def section(table, results):
     """One table's part of results/README.md."""
-    first = results[0]
-    contexts = [context for context in by_context(first, "last") if context != first["train_context"]]
-    return f"""## {table}
+    first = next(iter(results.values()))[0]
+    longer = [context for context in contexts(first) if context != first["train_context"]]
+    text = f"""## {table}
 
 Trained for {first['iter_num']:,} iters; evaluated on {first['stretches']} stretches of {first['longest']:,}
 tokens of {first['data']}, on {first['cpu']}, {first['device']}.
@@ -168,16 +358,24 @@ Made by `python results/run.py {table}`; the first run:
 
 `last`, the same target tokens at every length:
 
-{ratio_table(results, [("last", context) for context in contexts])}
+{ratio_table(results, [("last", context) for context in longer])}
 
 `window`, all tokens of the stretches:
 
-{ratio_table(results, [("window", context) for context in contexts])}
+{ratio_table(results, [("window", context) for context in longer])}
 
-Values carried: loss by `last` of `_qkv` minus that of `_qk`, in nats:
+Values carried: loss by `last` of `_qkv` or `_qk_v` minus that of `_qk`, in nats:
 
 {carried_table(results)}
 """
+    if "--copy" in "".join(run.evaluate for run in TABLES[table]):
+        text += f"""
+A passage that stands in the text twice, so many tokens apart: perplexity of the second copy over that of the
+same tokens without the first one:
+
+{copy_table(results)}
+"""
+    return text
 
 
 def between_marks(readme, table, text):
@@ -191,28 +389,38 @@ def between_marks(readme, table, text):
 
 def tables():
     """Write everything that shows numbers: results/README.md, README.md between its marks, the figures."""
-    text = """# Results
-
-Written by `python results/run.py tables`. A ratio is the perplexity over that at the training context,
-± one standard error over the stretches of text, paired.
-"""
+    results = {table: load(table) for table in TABLES}
+    paths = [ROOT / "results" / f"theory-{name}{scale}.json" for name in MEASURED for scale in ("", "+logn")]
+    measured = [json.loads(path.read_text()) for path in paths if path.exists()]
+    main_table = results["debian"]
+    first = next(iter(main_table.values()))[0]
+    base, longest = first["train_context"], first["longest"]
+    columns = [("last", 4 * base), ("last", 16 * base), ("last", longest), ("window", longest)]
+    shown = {
+        "debian": ratio_table(main_table, columns),
+        "findings": findings(main_table),
+        "paper": paper_table(main_table),
+        "theory": theory_table(measured),
+    }
     readme = (ROOT / "README.md").read_text()
-    for table in TABLES:
-        results = load(table)
-        text += f"\n{section(table, results)}"
-        base = results[0]["train_context"]
-        columns = [("last", 4 * base), ("last", 16 * base), ("last", 64 * base), ("window", 64 * base)]
-        readme = between_marks(readme, table, ratio_table(results, columns))
-    figure = plot([result | {"run": result["pos"]} for result in load("tiny")])   # schemes as labels
-    figure.savefig(ROOT / "assets" / "extrapolation.png")
+    for mark, text in shown.items():
+        readme = between_marks(readme, mark, text)
 
-    paths = [ROOT / "results" / f"theory-tiny-{pos}.json" for pos in MEASURED]
-    measured = [json.loads(path.read_text()) for path in paths]
-    theory_plot(measured).savefig(ROOT / "assets" / "theory.png")
-    readme = between_marks(readme, "theory", theory_table(measured))
-    text += f"\n## theory\n\n    python {measured[0]['command']}\n\n{theory_table(measured)}\n"
+    parts = ["""# Results
+
+Written by `python results/run.py tables`. A ratio is the perplexity over that at the training context, a mean
+over seeds, ± one standard error over stretches of text and, where there are several, over seeds.
+"""]
+    parts += [section(table, rows) for table, rows in results.items() if rows]
+    parts += [f"## theory\n\n    python {measured[0]['command']}\n", theory_table(measured),
+              f"Loss, by what attention reads:\n\n{causes_table(measured)}\n"]
+    (ROOT / "results" / "README.md").write_text("\n".join(parts))
     (ROOT / "README.md").write_text(readme)
-    (ROOT / "results" / "README.md").write_text(text)
+
+    labelled = [seeds[0] | {"run": name} for name, seeds in main_table.items() if "+logn" not in name]
+    plot(labelled).savefig(ROOT / "assets" / "extrapolation.png")
+    labelled = [result | {"run": short(result["run"])} for result in measured if "+logn" not in result["run"]]
+    theory_plot(labelled).savefig(ROOT / "assets" / "theory.png")
 
 
 def main(what="", *more):
