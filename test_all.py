@@ -3395,11 +3395,11 @@ def test_nothing_is_left_on_the_cpu(pos, monkeypatch):
         past = model.new_past()
         for chunk in idx.split([18, 2], dim=1):
             model(chunk, past=past)
-        text = model.generate(idx, 2, temperature=0)
+        text = model.generate(idx[:, :3], 2, temperature=0)
         with pytest.raises(AssertionError, match="aten.embedding.default on"):
             model.hidden(ids(1, 20))
     assert all(p.grad.is_meta for p in model.parameters())
-    assert text.is_meta and text.shape == (1, 22)
+    assert text.is_meta and text.shape == (1, 5)
 
 
 # -----------------------------------------------------------------------------------------------------------
