@@ -2270,7 +2270,7 @@ def test_findings_and_the_papers_numbers_come_from_the_runs():
     names = {name for _, *pair, _ in run.FINDINGS for name in pair} | {name for name, *_ in run.PAPER}
     assert names <= {row for row, *_ in run.TABLES["debian"]}
     results = {name: made_up_runs(name, np.full((3, 4), 0.1)) for name in names}
-    results["random_qkv-norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))
+    results["random_qkv-out_norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))
     lines = run.findings(results).splitlines()
     assert len(lines) == len(run.FINDINGS) and "3 seeds disagree" in lines[3] and "agree" in lines[0]
     assert f"`random_qk` {math.exp(0.1):.2f}" in lines[0]

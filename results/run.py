@@ -47,37 +47,49 @@ SETTINGS = {    # table -> flags of training and of evaluation
     "debian": ("--preset tiny --data debian --compile",
                "--lengths 256,1024,4096,16384,32768 --stretches 12 --dtype bfloat16"),
     "copy": ("", "--lengths 128,256,1024,4096,16384,32768 --stretches 4 --dtype bfloat16 --copy"),
+    "ablation": ("--preset tiny --data debian --max_iters 400 --compile",
+                 "--lengths 256,4096,16384 --stretches 6 --dtype bfloat16"),
     "tiny": ("--preset tiny", "--lengths 256,...,16384 --stretches 12"),
 }
 
 
-def runs(table, schemes, seeds=(1,), norm=False, also=""):
-    """The runs of some schemes. norm: with --out_norm; also: more flags of their evaluation."""
+def runs(table, schemes, seeds=(1,), also="", **options):
+    """The runs of some schemes, with options of train.py, and with further flags of the evaluation."""
     trained = "debian" if table == "copy" else table
+    variant = "".join(f"-{name}{value}" for name, value in options.items())
+    given = "".join(f" --{name} {value}".rstrip() for name, value in options.items())
     for pos in schemes.split():
         for seed in seeds:
-            suffix = "-norm" * norm + f"-seed{seed}" * (seed > 1)
-            folder = f"{trained}-{pos}{suffix}"
-            flags = SETTINGS[trained][0] + " --out_norm" * norm + f" --seed {seed}" * (seed > 1)
-            row = pos + "+logn" * ("--logn" in also) + "-norm" * norm
-            name = f"{table}-{row}" + f"-seed{seed}" * (seed > 1)
-            yield Run(row, name, folder, f"train.py --pos {pos} {flags} --out_dir out/{folder}",
+            suffix = f"-seed{seed}" * (seed > 1)
+            folder = f"{trained}-{pos}{variant}{suffix}"
+            flags = SETTINGS[trained][0] + given + f" --seed {seed}" * (seed > 1)
+            row = pos + "+logn" * ("--logn" in also) + variant
+            yield Run(row, f"{table}-{row}{suffix}", folder,
+                      f"train.py --pos {pos} {flags} --out_dir out/{folder}",
                       f"eval_extrapolate.py out/{folder} {SETTINGS[table][1]}{also}")
 
 
 TABLES = {
     "debian": [
         *runs("debian", "nope rope random_qk random_qkv accum_qk accum_qkv alibi", (1, 2, 3)),
-        *runs("debian", "random_qk random_qkv random_qk_v", (1, 2, 3), norm=True),
+        *runs("debian", "random_qk random_qkv random_qk_v", (1, 2, 3), out_norm=""),
         *runs("debian", "path fox accum_qkv+alibi"),
-        *runs("debian", "random_qk_v+ssmax", norm=True),
+        *runs("debian", "random_qk_v+ssmax", out_norm=""),
         *runs("debian", "rope random_qk random_qkv path", also=" --logn"),
-        *runs("debian", "random_qk random_qkv random_qk_v", norm=True, also=" --logn"),
+        *runs("debian", "random_qk random_qkv random_qk_v", out_norm="", also=" --logn"),
     ],
     "copy": [
         *runs("copy", "rope random_qkv alibi fox accum_qkv+alibi"),
         *runs("copy", "random_qkv", also=" --logn"),
-        *runs("copy", "random_qk_v", norm=True, also=" --logn"),
+        *runs("copy", "random_qk_v", out_norm="", also=" --logn"),
+    ],
+    "ablation": [
+        *(run for sigma in (0.03, 0.1, 0.3, 1, 10) for run in runs("ablation", "random_qk", sigma=sigma)),
+        *(run for n_head in (1, 4) for run in runs("ablation", "random_qk random_qkv", n_head=n_head)),
+        *(run for n_layer in (2, 8) for run in runs("ablation", "random_qk", n_layer=n_layer)),
+        *runs("ablation", "random_qk", qk_norm=""),
+        *(run for scale in (1, 0.25, 0.0625, 0.015625)
+          for run in runs("ablation", "alibi rope+alibi random_qkv+alibi", alibi_scale=scale)),
     ],
     "tiny": [
         *runs("tiny", "nope rope random_qk random_qkv accum_qk accum_qkv path"),
@@ -85,7 +97,7 @@ TABLES = {
     ],
 }
 MEASURED = [f"debian-{run}" for run in "rope random_qk random_qkv accum_qkv alibi".split()]
-MEASURED += [f"debian-{run}-norm" for run in ("random_qk", "random_qkv", "random_qk_v")]
+MEASURED += [f"debian-{run}-out_norm" for run in ("random_qk", "random_qkv", "random_qk_v")]
 MEASUREMENT = "--length 32768 --stretches 2 --causes 8192"
 
 
@@ -319,9 +331,9 @@ FINDINGS = [   # what the numbers say; two rows of the table; the context, as a 
     ("Accumulated rotations extrapolate where RoPE fails", "random_qk", "rope", 16),
     ("Rotations alone degrade, a distance bias does not", "alibi", "random_qk", 128),
     ("Carrying values, alone", "random_qkv", "random_qk", 128),
-    ("Carrying values, with a norm after attention", "random_qkv-norm", "random_qk-norm", 128),
-    ("Values by angles of their own, with the norm", "random_qk_v-norm", "random_qkv-norm", 128),
-    ("Logits that grow with ln i, with both", "random_qk_v+logn-norm", "random_qk_v-norm", 128),
+    ("Carrying values, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128),
+    ("Values by angles of their own, with the norm", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
+    ("Logits that grow with ln i, with both", "random_qk_v+logn-out_norm", "random_qk_v-out_norm", 128),
 ]
 
 
