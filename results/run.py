@@ -73,7 +73,8 @@ TABLES = {
     "debian": [
         *runs("debian", "nope rope random_qk random_qkv accum_qk accum_qkv alibi", (1, 2, 3)),
         *runs("debian", "random_qk random_qkv random_qk_v", (1, 2, 3), out_norm=""),
-        *runs("debian", "path fox accum_qkv+alibi"),
+        *runs("debian", "rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk householder_qkv path"),
+        *runs("debian", "fox rope+alibi accum_qkv+alibi"),
         *runs("debian", "random_qk_v+ssmax", out_norm=""),
         *runs("debian", "rope random_qk random_qkv path", also=" --logn"),
         *runs("debian", "random_qk random_qkv random_qk_v", out_norm="", also=" --logn"),
