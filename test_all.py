@@ -2204,7 +2204,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "SETTINGS", settings)
     monkeypatch.setattr(run, "TABLES", {"debian": [*run.runs("debian", "accum_qk accum_qkv")]})
-    monkeypatch.setattr(run, "MEASURED", ["debian-accum_qkv"])
+    monkeypatch.setattr(run, "MEASURED", {"debian-accum_qkv": "out/debian-accum_qkv"})
     monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --causes 64 --length 128")
     with pytest.raises(SystemExit) as stop:
         run.main("debian")
@@ -2222,7 +2222,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     evaluated = "eval_extrapolate.py 32,...,2048"
     run.main("theory")
     assert calls == ["train.py --resume", evaluated, "train.py out/debian-accum_qkv", evaluated, evaluated,
-                     "theory.py 128", "theory.py --logn"]
+                     "theory.py 128"]
 
     names = "debian", "findings", "paper", "theory"
     marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]

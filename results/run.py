@@ -97,9 +97,13 @@ TABLES = {
         *runs("tiny", "alibi rope+alibi accum_qkv+alibi"),
     ],
 }
-MEASURED = [f"debian-{run}" for run in "rope random_qk random_qkv accum_qkv alibi".split()]
-MEASURED += [f"debian-{run}-out_norm" for run in ("random_qk", "random_qkv", "random_qk_v")]
-MEASUREMENT = "--length 32768 --stretches 2 --causes 8192"
+MEASURED = {    # results/theory-NAME.json -> flags of theory.py
+    **{f"debian-{run}": f"out/debian-{run}" for run in "rope random_qk random_qkv alibi".split()},
+    **{f"debian-{run}-out_norm": f"out/debian-{run}-out_norm" for run in ("random_qkv", "random_qk_v")},
+    "debian-random_qkv+logn": "out/debian-random_qkv --logn",
+    "debian-random_qk_v+logn-out_norm": "out/debian-random_qk_v-out_norm --logn",
+}
+MEASUREMENT = "--length 16384 --stretches 2 --causes 8192"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -162,15 +166,14 @@ def make(table):
 
 
 def measure():
-    """The quantities of the theory on some trained models, with and without scaled logits."""
-    for name in MEASURED:
-        for scale in ("", " --logn"):
-            command = f"theory.py out/{name} {MEASUREMENT}{scale}"
-            path = ROOT / "results" / f"theory-{name}{scale.replace(' --', '+')}.json"
-            if not path.exists():
-                call(command)
-                result = json.loads(Path("out", name, "theory.json").read_text())
-                data.write_json(path, result | {"command": command, "cpu": cpu()})
+    """The quantities of the theory on some trained models."""
+    for name, flags in MEASURED.items():
+        command = f"theory.py {flags} {MEASUREMENT}"
+        path = ROOT / "results" / f"theory-{name}.json"
+        if not path.exists():
+            call(command)
+            result = json.loads(Path(flags.split()[0], "theory.json").read_text())
+            data.write_json(path, result | {"run": name, "command": command, "cpu": cpu()})
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -403,7 +406,7 @@ def between_marks(readme, table, text):
 def tables():
     """Write everything that shows numbers: results/README.md, README.md between its marks, the figures."""
     results = {table: load(table) for table in TABLES}
-    paths = [ROOT / "results" / f"theory-{name}{scale}.json" for name in MEASURED for scale in ("", "+logn")]
+    paths = [ROOT / "results" / f"theory-{name}.json" for name in MEASURED]
     measured = [json.loads(path.read_text()) for path in paths if path.exists()]
     main_table = results["debian"]
     first = next(iter(main_table.values()))[0]
