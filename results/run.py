@@ -417,6 +417,7 @@ def tables():
         "findings": findings(main_table),
         "paper": paper_table(main_table),
         "theory": theory_table(measured),
+        "causes": causes_table(measured),
     }
     readme = (ROOT / "README.md").read_text()
     for mark, text in shown.items():
@@ -428,8 +429,8 @@ Written by `python results/run.py tables`. A ratio is the perplexity over that a
 over seeds, ± one standard error over stretches of text and, where there are several, over seeds.
 """]
     parts += [section(table, rows) for table, rows in results.items() if rows]
-    parts += [f"## theory\n\n    python {measured[0]['command']}\n", theory_table(measured),
-              f"Loss, by what attention reads:\n\n{causes_table(measured)}\n"]
+    parts.append(f"## theory\n\n    python {measured[0]['command']}\n\n{theory_table(measured)}\n\n"
+                 f"Loss, by what attention reads:\n\n{causes_table(measured)}\n")
     (ROOT / "results" / "README.md").write_text("\n".join(parts))
     (ROOT / "README.md").write_text(readme)
 
