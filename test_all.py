@@ -221,6 +221,42 @@ def test_broadcast_phases(B1, H1):
     assert (attend(q, k, v, turn, turn, bias) - expected).abs().max() < 1e-14
 
 
+@pytest.mark.parametrize("T", [1, 7])
+@pytest.mark.parametrize("B1,H1", [(1, 1), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_the_gradient_of_a_rotation_is_the_formulas(T, B1, H1, way):
+    """The backward pass of Turn against autograd through complex numbers and against differences."""
+    x, phase, weight = leaf(2, 3, T, 8), leaf(B1, H1, T, 4, seed=1), randn(2, 3, T, 8, seed=2)
+    x1, x2 = x.chunk(2, dim=-1)
+    y = torch.complex(x1, x2) * torch.polar(torch.ones_like(phase), phase if way == "encode" else -phase)
+    same(getattr(Rotation(phase), way)(x), torch.cat((y.real, y.imag), dim=-1), [x, phase], 1e-13)
+    assert torch.autograd.gradcheck(lambda x, phase: getattr(Rotation(phase), way)(x), (x, phase))
+
+    # in bfloat16 the errors are those of rounding x, the output and the gradient, and no more
+    low, angle = x.detach().bfloat16().requires_grad_(), phase.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = getattr(Rotation(angle), way)(low)
+    assert out.dtype == torch.bfloat16
+    exact = torch.autograd.grad((torch.cat((y.real, y.imag), dim=-1) * weight).sum(), (x, phase))
+    found = torch.autograd.grad(out, (low, angle), weight.bfloat16())
+    for a, b, dtype in zip(exact, found, (torch.bfloat16, torch.float32)):
+        assert b.dtype == dtype and (a - b).norm() < 2**-7 * a.norm()
+
+
+def test_a_rotation_asks_for_no_gradient_that_nobody_needs():
+    x, phase = leaf(1, 2, 5, 8), randn(1, 1, 5, 4)
+    out = Rotation(phase).encode(x)
+    assert out.grad_fn.next_functions[1][0] is None  # none to a constant phase
+    assert not Rotation(phase).encode(x.detach()).requires_grad
+    learned = phase.clone().requires_grad_()
+    Rotation(learned).encode(x.detach()).sum().backward()
+    assert learned.grad.abs().max() > 0 and x.grad is None
+    twice = Rotation(learned).encode(x).square().sum()
+    first = torch.autograd.grad(twice, x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 @pytest.mark.parametrize("T", [1, 2, 33])
 def test_constant_steps_are_rope_and_zero_steps_are_nope(T):
     d = 16
@@ -573,6 +609,33 @@ def test_reflections_stay_orthogonal_over_65536_steps():
     assert (C.T @ C - torch.eye(16, dtype=torch.float64)).abs().max() < 1e-11
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e18])
+@pytest.mark.parametrize("learned,error", [(False, 1e-5), (True, 1e-4)])
+def test_reflections_of_any_scale_in_float32(scale, learned, error):
+    """Also for steps that are nearly the same, and under autocast, which must not round."""
+    for w in (randn(2, 2, 130, 8), 1 + 0.1 * randn(2, 2, 130, 8)):
+        w, x = w.float(), randn(2, 2, 130, 8, dtype=torch.float32, seed=1)
+        carried, exact = Reflections((scale * w).requires_grad_(learned)), Reflections(w.double())
+        assert carried.end.dtype == (torch.float32 if learned else torch.float64)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert (carried.encode(x) - exact.encode(x.double())).abs().max() < error
+            assert (carried.decode(x) - exact.decode(x.double())).abs().max() < error
+
+
+def test_compiled_graphs_leave_steps_that_do_not_commute_alone():
+    """PaTH and reflections run as they are: no frame of theirs is compiled, and nothing is recompiled."""
+    torch._dynamo.reset()
+    q, k, v, w, beta, _ = (x.detach() for x in reflection_inputs(70))
+    counter = CompileCounter()
+
+    def run(q, k, v, w, beta):
+        turn = Reflections(w)
+        return attend(q, k, v, turn, turn) + attend(q, k, v, PathTransport(w, beta))
+
+    out = torch.compile(run, backend=counter)(q, k, v, w, beta)
+    assert torch.equal(out, run(q, k, v, w, beta)) and counter.op_count < 20
+
+
 def test_reflection_transport_ignores_autocast(monkeypatch):
     monkeypatch.setattr(transport, "SEGMENT", 64)
     q, k, v, w, beta, log_forget = (x.detach().float() for x in reflection_inputs(130, d=16))
@@ -842,6 +905,27 @@ def test_compile_and_autocast_leave_phases_alone():
         got = torch.compile(run)(idx, x)
     for a, b in zip(expected, got):
         assert a.dtype == b.dtype == torch.float32 and (a - b).abs().max() < 2e-5 * a.abs().max()
+
+
+@pytest.mark.parametrize(
+    "flag,max_iters,device,compiled",
+    [
+        (None, 999, "cpu", False),
+        (None, 1000, "cpu", True),
+        (None, 10, "cuda", True),
+        (False, 5000, "cpu", False),
+        (True, 10, "cpu", True),
+    ],
+)
+def test_long_runs_compile(flag, max_iters, device, compiled, monkeypatch, capsys):
+    """By max_iters, so that a run that is resumed near its end does what it did before."""
+    monkeypatch.setattr(train, "can_compile", lambda device: True)
+    monkeypatch.setattr(torch, "compile", lambda model: "compiled")
+    config = train.TrainConfig(compile=flag, max_iters=max_iters)
+    assert train.wrapped("as it is", config, device) == ("compiled" if compiled else "as it is")
+    assert bool(capsys.readouterr().out) == compiled  # one line says why the first iter is slow
+    monkeypatch.setattr(train, "can_compile", lambda device: False)
+    assert train.wrapped("as it is", config, device) == "as it is"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ PEAK_TFLOPS = {
     "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312, "A100-PCIE-40GB": 312, "A100 80GB PCIe": 312,
     "GeForce RTX 4090": 165, "GeForce RTX 3090": 71,
 }
+COMPILE_FROM = 1000         # iters that win back the time of the compiler, on CPU half a minute
 EVAL_SEED, EVAL_BATCH = 2 ** 32 - 1, 16      # validation is the same whatever a run's seed and micro-batches
 FROM_ONE = "block_size batch_size gradient_accumulation_steps max_iters eval_iters log_interval".split()
 
@@ -63,7 +64,7 @@ class TrainConfig:
     seed: int = option(1, "of initial weights, of random angle tables and of the order of the data")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda where there is one")
     dtype: str = option("auto", "bfloat16 (autocast), float32; auto is bfloat16 where that is fast")
-    compile: bool = option(None, "torch.compile; default on CUDA only")
+    compile: bool = option(None, f"torch.compile; default on CUDA, on CPU from max_iters {COMPILE_FROM} on")
 
     def __post_init__(self):
         for f in fields(self):
@@ -230,8 +231,11 @@ def mfu(model, block_size, tokens_per_second, name):
 
 def wrapped(model, config, device):
     """The model as the loop calls it: compiled, and with gradients averaged over ranks."""
-    on_cuda = "cuda" in device
-    if (on_cuda if config.compile is None else config.compile) and can_compile(device):
+    on_cuda, wanted = "cuda" in device, config.compile
+    if wanted is None:                                       # not by the iters left: --resume goes on exactly
+        wanted = on_cuda or config.max_iters >= COMPILE_FROM
+    if wanted and can_compile(device):
+        print0("torch.compile: the first iter takes longer")
         model = torch.compile(model)
     if ranks()[1] > 1:
         torch._dynamo.config.optimize_ddp = False            # older releases cannot split a checkpointed loss

@@ -55,19 +55,48 @@ class Rotation:
     """A transport that turns channel pairs (c, c + d/2) by a phase (B|1, H|1, T, d/2), in radians."""
 
     def __init__(self, phase):
-        self.phase, self.cos, self.sin = phase, phase.cos(), phase.sin()
+        self.phase = phase
+        self.cos, self.sin = phase.detach().cos(), phase.detach().sin()
 
     def encode(self, x):
         """x_t -> C_t^-1 x_t, (B, H, T, d) in x's dtype. Raises ValueError on shapes that do not fit."""
-        return turn(x, self.cos, self.sin)
+        return Turn.apply(x, self.phase, self.cos, self.sin, 1)
 
     def decode(self, o):
         """o_t -> C_t o_t."""
-        return turn(o, self.cos, -self.sin)
+        return Turn.apply(o, self.phase, self.cos, self.sin, -1)
 
 
-def turn(x, cos, sin):
-    """Turn the pairs of x (B, H, T, d) by angles with these cosines and sines, in the wider of the dtypes."""
+class Turn(torch.autograd.Function):
+    """Turn x by sign * phase; cos and sin are those of the phase. No second derivatives.
+
+    Backward turns the gradient back, and has one product for the phase: an accum_qkv step takes a sixth less
+    than with autograd's own formulas, which keep float32 copies of x and differentiate every product.
+    """
+
+    @staticmethod
+    def forward(ctx, x, phase, cos, sin, sign):
+        out = turn(x, cos, sin, sign)
+        ctx.sign = sign
+        ctx.save_for_backward(out, cos, sin)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        out, cos, sin = ctx.saved_tensors
+        to_phase = None
+        if ctx.needs_input_grad[1]:                          # d out / d phase is out, a quarter turn further
+            wide = torch.promote_types(out.dtype, cos.dtype)
+            grad1, grad2 = grad.to(wide).chunk(2, dim=-1)
+            out1, out2 = out.to(wide).chunk(2, dim=-1)
+            to_phase = torch.addcmul(grad2 * out1, grad1, out2, value=-1).sum_to_size(cos.shape)
+            to_phase = (ctx.sign * to_phase).to(cos.dtype)
+        return turn(grad, cos, sin, -ctx.sign), to_phase, None, None, None
+
+
+def turn(x, cos, sin, sign=1):
+    """Turn the pairs of x (B, H, T, d) by sign * angles of these cosines and sines, in the wider dtype."""
     B, H, T, d = x.shape
     batch_fits = cos.dim() == 4 and cos.size(0) in (1, B) and cos.size(1) in (1, H)
     if not batch_fits or cos.shape[2:] != (T, d // 2) or d % 2:
@@ -75,7 +104,9 @@ def turn(x, cos, sin):
         raise ValueError(f"x {tuple(x.shape)} needs a phase {wanted}, not {tuple(cos.shape)}")
 
     x1, x2 = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).to(x.dtype)
+    y1 = torch.addcmul(x1 * cos, x2, sin, value=-sign)
+    y2 = torch.addcmul(x2 * cos, x1, sin, value=sign)
+    return torch.cat((y1.to(x.dtype), y2.to(x.dtype)), dim=-1)
 
 
 def rotate(x, phase):
@@ -344,46 +375,58 @@ def ut_transform(w, beta):
 def in_chunks(x):
     """(B, H, T, ...) -> (B, H, N, c, ...), c = CHUNK or less, zeros at the end."""
     size = min(CHUNK, x.size(2))
-    x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, -x.size(2) % size))
-    return x.unflatten(2, (-1, size))
+    missing = -x.size(2) % size
+    if missing:
+        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
+    return x.contiguous().unflatten(2, (-1, size))           # matmul would copy others every time
 
 
 class Reflections:
     """The transport of accumulated exact reflections H_t = I - 2 w_t w_t^T / |w_t|^2.
 
     w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): product of earlier steps.
-    Products over chunks are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. The factor
-    2 / |w|^2 belongs to the graph: with w normalised outside, gradients would be wrong, since C^T = C^-1
-    holds on the sphere only.
+    Products are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. Where up to SEGMENT steps
+    are learned, float32 is enough: right to 1e-4, and a training step takes a fifth less. The factor 2 / |w|^2
+    belongs to the graph: with w normalised outside, gradients would be wrong, since C^T = C^-1 holds on the
+    sphere only. torch.compile leaves this and PaTH alone: it would take a minute a layer and win less.
     """
 
+    @torch.compiler.disable
     def __init__(self, w, start=None):
         dtype = torch.promote_types(w.dtype, torch.float32)
-        B, H, _, d = w.shape
-        w = w.double()
+        B, H, T, d = w.shape
+        quick = w.requires_grad and start is None and T <= SEGMENT
+        w = w.to(dtype if quick else torch.float64)
+        size = w.detach().abs().amax(-1, keepdim=True)
+        w = w / size.clamp_min(torch.finfo(w.dtype).tiny)    # the same step, but no square underflows
         norm = w.square().sum(-1)
         beta = torch.where(norm > 0, 2 / torch.where(norm > 0, norm, 1), 0)
         W, X = ut_transform(w, beta)
         XW = X @ W                                           # (B, H, N, c, d)
+        eye = torch.eye(d, dtype=w.dtype, device=w.device)
 
-        C = torch.eye(d, dtype=w.dtype, device=w.device).expand(B, H, d, d) if start is None else start
-        products = []                                        # C at the start of every chunk
-        for n in range(W.size(2)):
-            products.append(C)
-            C = C - W[:, :, n].mT @ (XW[:, :, n] @ C)
-        self.W, self.XW, self.end = W.to(dtype), XW.to(dtype), C
+        C = eye.expand(B, H, d, d) if start is None else start.to(w.dtype)
+        products = [C]                                       # C at the start of every chunk, and at the end
+        for chunk in (eye - W.mT @ XW).unbind(2):
+            products.append(chunk @ products[-1])
+        self.end = products.pop()
+        self.W, self.XW = W.to(dtype), XW.to(dtype)
         self.C = torch.stack(products, dim=2).to(dtype)      # (B, H, N, d, d)
 
+    @torch.compiler.disable
     def encode(self, x):
         """x_t -> C_t^-1 x_t = C_t^T x_t, (B, H, T, d): to the chunk's start, then to the beginning."""
-        y = self.chunks_of(x)
-        y = (y - (y @ self.W.mT).tril() @ self.XW) @ self.C
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.chunks_of(x)
+            y = (y - (y @ self.W.mT).tril() @ self.XW) @ self.C
         return y.flatten(2, 3)[:, :, :x.size(2)].to(x.dtype)
 
+    @torch.compiler.disable
     def decode(self, o):
         """o_t -> C_t o_t."""
-        y = self.chunks_of(o) @ self.C.mT
-        y = y - (y @ self.XW.mT).tril() @ self.W
+        with torch.autocast(o.device.type, enabled=False):
+            y = self.chunks_of(o) @ self.C.mT
+            y = y - (y @ self.XW.mT).tril() @ self.W
         return y.flatten(2, 3)[:, :, :o.size(2)].to(o.dtype)
 
     def chunks_of(self, x):
@@ -409,6 +452,7 @@ class Path(NamedTuple):
         return path_attention(q, k, v, self.w, self.beta, key_bias, past)
 
 
+@torch.compiler.disable                                      # see Reflections
 def path_attention(q, k, v, w, beta, key_bias=None, past=None):
     """PaTH attention: logits q_i . H_i ... H_{j+1} k_j / sqrt(d) + key_bias_j, H_t = I - beta_t w_t w_t^T.
 
@@ -435,7 +479,7 @@ def path_attention(q, k, v, w, beta, key_bias=None, past=None):
 
         for now, logits, q_start, far_k, keys in path_segments(q, k, w, beta, keys):
             near = slice(old + now.start, old + now.stop)    # of all tokens
-            logits = logits * d ** -0.5 + bias_mask(bias, zero, near, near, wide)
+            logits = bias_mask(bias, zero, near, near, wide).add(logits, alpha=d ** -0.5)
             far_v = v[:, :, :near.start]
             out.append(near_and_far(logits, v[:, :, near], q_start.to(kernel), far_k, far_v, bias, zero))
 
@@ -469,12 +513,12 @@ def path_segment(q, k, w, beta):
     N, c = q.shape[2:4]
 
     # inside a chunk: logits, queries at its start, keys at its end, and its product A = H_1 ... H_c for rows
-    QWX = (q @ W.mT).tril() @ X
-    WK = (W @ k.mT).tril(-1)
-    own = (q @ k.mT - QWX @ WK).tril()
-    q = q - QWX @ W
-    k = k - (X @ WK).mT @ W
-    A = torch.eye(q.size(-1), dtype=q.dtype, device=q.device) - W.mT @ X.mT @ W
+    QW, XW = (q @ W.mT).tril(), X @ W
+    XWK = X @ (W @ k.mT).tril(-1)
+    own = (q @ k.mT).tril() - QW @ XWK
+    q = q - QW @ XW
+    k = k - XWK.mT @ W
+    A = torch.eye(q.size(-1), dtype=q.dtype, device=q.device) - XW.mT @ W
 
     # from chunk to chunk: keys so far are carried on, queries back
     keys, q_start, product = k[:, :, 0], [q[:, :, 0]], A[:, :, 0]
