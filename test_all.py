@@ -2,6 +2,8 @@
 
 import ast
 import bz2
+import contextlib
+import copy
 import dataclasses
 import gzip
 import hashlib
@@ -28,6 +30,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import data
 import eval_extrapolate
@@ -765,7 +768,8 @@ def test_model_phases_match_float64_under_low_precision(pos):
         model, idx = tiny(pos).to(torch.bfloat16), ids(1, T)
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
             turn = model.transport(idx, model.wte(idx))["rotation"]
-        steps = rope_steps(T, 16).expand(1, 1, T, 8)
+        steps = rope_steps(T, 16).expand(1, 1, T, 8).clone()
+        steps[:, :, 0] = 0
         if pos == "accum_qkv":
             steps = F.embedding(idx, model.transport.rotation.table).double().view(1, T, 2, 8).transpose(1, 2)
         exact = steps.cumsum(-2)
@@ -2284,7 +2288,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "SETTINGS", settings)
     monkeypatch.setattr(run, "TABLES", {"debian": [*run.runs("debian", "accum_qk accum_qkv")]})
-    monkeypatch.setattr(run, "MEASURED", ["debian-accum_qkv"])
+    monkeypatch.setattr(run, "MEASURED", {"debian-accum_qkv": "out/debian-accum_qkv"})
     monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --causes 64 --length 128")
     with pytest.raises(SystemExit) as stop:
         run.main("debian")
@@ -2302,9 +2306,9 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     evaluated = "eval_extrapolate.py 32,...,2048"
     run.main("theory")
     assert calls == ["train.py --resume", evaluated, "train.py out/debian-accum_qkv", evaluated, evaluated,
-                     "theory.py 128", "theory.py --logn"]
+                     "theory.py 128"]
 
-    names = "debian", "findings", "paper", "theory"
+    names = "debian", "findings", "paper", "theory", "causes"
     marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]
     Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
     run.main("tables")
@@ -2838,7 +2842,7 @@ def test_queries_are_the_same_tokens_at_every_length(theory_data, tmp_path, monk
     val = np.fromfile(theory_data / "val.bin", np.uint16)
     assert [len(text) for text in read] == [32, 32, 64, 64, 128, 128, 256, 256, 512, 512, 512]
     for i, text in enumerate(read):
-        assert np.array_equal(text, val[:512][-len(text):] if i % 2 == 0 else val[-len(text):])
+        assert np.array_equal(text, val[:512][-len(text):] if i % 2 == 0 else val[:-1][-len(text):])
 
 
 @pytest.mark.parametrize("pos", ["rope", "hidden_qkv+alibi", "householder_qkv+fox", "path", "path+fox"])
@@ -2981,6 +2985,512 @@ def test_measuring_refuses_bad_input(flags, config, ckpt, words, theory_data, tm
 
 
 # -----------------------------------------------------------------------------------------------------------
+# transport.py in other people's models: the recipes of the README, as they stand there
+
+
+def copy_blocks():
+    """The Python blocks of the README's "Copy it"."""
+    section = (HERE / "README.md").read_text().split("\n## Copy it\n")[1].split("\n## ")[0]
+    return [block.split("```")[0] for block in section.split("```python\n")[1:]]
+
+
+COPY, NANOGPT_EDITS, LLAMA, X_TRANSFORMERS = copy_blocks()[:4]
+
+
+def copied(block, **given):
+    """What the README's first block and another define, given what their text names."""
+    scope = {"idx": ids(1, 3, 5), "angle": torch.zeros(5, 2, 4), "n_head": 2, "T": 3, **given}
+    scope |= dict.fromkeys("qkv", torch.zeros(1, 2, 3, 8))
+    exec(COPY + block, scope)
+    return scope
+
+
+def optional(name):
+    return pytest.importorskip(name, reason=f"no {name}: pip install transformers x-transformers")
+
+
+def table_of(model):
+    return model.transport.rotation.table.unflatten(1, (model.config.n_head, -1))
+
+
+@pytest.mark.parametrize("recipe", [NANOGPT_EDITS, LLAMA, X_TRANSFORMERS])
+def test_recipes_are_twelve_lines(recipe):
+    lines = [line.strip() for line in recipe.splitlines()]
+    assert len([line for line in lines if line and not line.startswith(("#", "import ", "from "))]) <= 12
+
+
+def definitions():
+    """Top-level names of transport.py -> their syntax trees, in the file's order."""
+    found = {}
+    for node in ast.parse((HERE / "transport.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        if isinstance(node, ast.Assign):
+            found[node.targets[0].id] = node
+    return found
+
+
+def stands_on(name, known):
+    """The top-level names that a name needs, itself first."""
+    found = [name]
+    for needed in found:
+        used = {node.id for node in ast.walk(known[needed]) if isinstance(node, ast.Name)}
+        found += [other for other in known if other in used and other not in found]
+    return found
+
+
+def test_readme_tells_what_a_name_stands_on():
+    """The table's rows, and that what a row names works alone."""
+    known = definitions()
+    rows = ["| name | lines | stands on |", "|---|---|---|"]
+    for name in (
+        "accumulate Rotation rope_steps alibi_slopes forget_bias attend Reflections path_attention".split()
+    ):
+        needed = stands_on(name, known)
+        lines = sum(known[other].end_lineno - known[other].lineno + 1 for other in needed)
+        others = ", ".join(f"`{other}`" for other in needed[1:]) or "-"
+        rows.append(f"| `{name}` | {lines} | {others} |")
+
+        parts = [ast.unparse(known[other]) for other in known if other in needed]
+        scope = {"math": math, "torch": torch, "nn": nn, "F": F}
+        exec("\n".join(parts), scope)
+        if name == "attend":
+            q, bias = randn(2, 2, 9, 4), randn(2, 2, 9, seed=1)
+            assert torch.equal(scope[name](q, q, q, key_bias=bias), attend(q, q, q, key_bias=bias))
+        if name == "path_attention":
+            args = *(randn(2, 2, 9, 4, seed=s) for s in range(4)), randn(2, 2, 9)
+            assert torch.equal(scope[name](*args), transport.path_attention(*args))
+
+    table = "\n".join(rows)
+    written = (HERE / "README.md").read_text().split("<!-- table: names -->\n")[1].split("\n<!-- end -->")[0]
+    assert written == table, f"the README's table should be\n{table}"
+
+
+# What nanoGPT's model.py looks like from outside, with its names and its arithmetic. #edit N marks a place of
+# the recipe's edits: the lines from there to #end are replaced.
+NANOGPT = '''
+from dataclasses import dataclass
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 16
+    vocab_size: int = 64
+    n_layer: int = 2
+    n_head: int = 2
+    n_embd: int = 32
+    dropout: float = 0.0
+    bias: bool = False
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.n_embd, self.dropout = config.n_head, config.n_embd, config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.attn_dropout = nn.Dropout(config.dropout)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    #edit 5
+    def forward(self, x):
+    #end
+        by_head = [part.unflatten(2, (self.n_head, -1)) for part in self.c_attn(x).chunk(3, dim=2)]
+        q, k, v = [part.transpose(1, 2) for part in by_head]
+        #edit 5
+        #end
+        rate = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        #edit 5
+        #end
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    #edit 4
+    def forward(self, x):
+    #end
+        #edit 4
+        x = x + self.attn(self.ln_1(x))
+        #end
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        parts = {
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.block_size, config.n_embd),
+            "drop": nn.Dropout(config.dropout),
+            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
+        }
+        self.transformer = nn.ModuleDict(parts)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+        self.apply(self._init_weights)
+        #edit 1
+        #end
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def get_num_params(self, non_embedding=True):
+        positions = self.transformer.wpe.weight.numel() if non_embedding else 0
+        return sum(p.numel() for p in self.parameters()) - positions
+
+    def forward(self, idx, targets=None):
+        #edit 2
+        assert idx.size(1) <= self.config.block_size
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
+        x = self.transformer.drop(x)
+        #end
+        for block in self.transformer.h:
+            #edit 3
+            x = block(x)
+            #end
+        x = self.transformer.ln_f(x)
+        if targets is None:
+            return self.lm_head(x[:, -1:]), None
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        for _ in range(max_new_tokens):
+            #edit 6
+            idx_cond = idx[:, -self.config.block_size:]
+            #end
+            logits = self(idx_cond)[0][:, -1] / temperature
+            if top_k is not None:
+                least = logits.topk(min(top_k, logits.size(1))).values[:, -1:]
+                logits = logits.masked_fill(logits < least, -math.inf)
+            idx = torch.cat((idx, torch.multinomial(logits.softmax(-1), 1)), dim=1)
+        return idx
+'''
+
+
+def edited(source, recipe):
+    """The source after a recipe's numbered edits: the only place of an edit takes all its lines, else each of
+    its places takes the next one."""
+    edits = {}
+    for line in recipe.splitlines():
+        if line[:2] == "# " and line[2].isdigit():
+            lines = edits[line[2]] = []
+        elif line.strip():
+            lines.append(line.strip())
+
+    out, replaced = [], False
+    for line in source.splitlines():
+        mark = line.strip()
+        if mark.startswith("#edit"):
+            lines, replaced = edits[mark[-1]], True
+            taken = len(lines) if source.count(mark) == 1 else 1
+            out += [line.replace(mark, text) for text in lines[:taken]]
+            del lines[:taken]
+        elif mark == "#end":
+            replaced = False
+        elif not replaced:
+            out.append(line)
+    assert not any(edits.values())
+    return "\n".join(out)
+
+
+def nanogpt(recipe=NANOGPT_EDITS, **config):
+    scope = copied("", F=F, math=math, __name__=__name__)
+    exec(edited(NANOGPT, recipe) if recipe else NANOGPT, scope)
+    return scope["GPT"](scope["GPTConfig"](**config))
+
+
+def test_nanogpt_with_the_recipe_is_our_model():
+    """Loss and greedy text of 40 tokens, with block_size 16; the head tied or not."""
+    ours, theirs, x, y = tiny("accum_qkv").eval(), nanogpt().eval(), ids(2, 40), ids(2, 40, seed=1)
+    with pytest.raises(AssertionError):
+        nanogpt(recipe=None)(x)
+    with torch.no_grad():
+        theirs.angle.copy_(table_of(ours).flatten())
+        for name, p in ours.named_parameters():
+            name = name.replace("mlp.0", "mlp.c_fc").replace("mlp.2", "mlp.c_proj")
+            if not is_positional(name):
+                theirs.transformer.get_parameter(name).copy_(p)
+    assert theirs.get_num_params() == ours.num_params()[0]
+
+    for _ in range(2):
+        logits, loss = theirs(x, y)
+        assert (logits - F.linear(ours.hidden(x), ours.wte.weight)).abs().max() < 1e-5
+        assert (loss - ours(x, y)[1]).abs() < 1e-5
+        assert torch.equal(theirs.generate(x, 8, top_k=1), ours.generate(x, 8, temperature=0))
+        theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
+
+
+def test_nanogpt_with_the_recipe_trains_as_it_should(monkeypatch):
+    """One table, of spread 0.3 after all initialisation, without weight decay; dropout; no parameter idle."""
+    model, plain = nanogpt(dropout=0.25), nanogpt(recipe=None)
+    rates, sdpa = [], F.scaled_dot_product_attention
+
+    def watch(*args, dropout_p=0.0, **how):
+        rates.append(dropout_p)
+        return sdpa(*args, dropout_p=dropout_p, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    assert [name for name in model.state_dict() if "angle" in name] == ["angle"]
+    assert abs(model.angle.std() - 0.3) < 0.03
+    assert model.get_num_params() == plain.get_num_params() + 64 * 16
+
+    decayed, free = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu").param_groups
+    assert decayed["weight_decay"] == 0.1 and free["weight_decay"] == 0
+    assert any(p is model.angle for p in free["params"])
+
+    x, y = ids(2, 16), ids(2, 16, seed=1)
+    first, second = model(x, y)[1], model(x, y)[1]
+    first.backward()
+    assert first != second and set(rates) == {0.25}
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)    # or DDP would stop
+    model.eval()
+    assert torch.equal(model(x, y)[0], model(x, y)[0]) and rates[-1] == 0
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """What the recipe defines, and a small Llama with grouped heads: (scope, config, stock model)."""
+    transformers = optional("transformers")
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    no_words = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.LlamaConfig(**small | heads | no_words, attn_implementation="eager")
+    torch.manual_seed(0)
+    return copied(LLAMA), config, transformers.LlamaForCausalLM(config).eval()
+
+
+def with_recipe(llama):
+    scope, config, _ = llama
+    torch.manual_seed(1)
+    return scope["Llama"](copy.deepcopy(config)).eval()
+
+
+def left_padded():
+    """Two texts of 40 and 33 tokens, none of id 0: -> (a batch, its mask, the second text alone)."""
+    batch = 1 + ids(2, 40, 63)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :7] = batch[1, :7] = 0
+    return batch, mask, batch[1:, 7:]
+
+
+@torch.no_grad()
+def test_llama_with_rope_steps_is_stock_llama(llama, monkeypatch):
+    """Its logits, in a left-padded batch, too, for every token that is none of the padding."""
+    scope, _, stock = llama
+
+    def rope(angle, idx, shown):
+        steps = rope_steps(idx.size(1), 8)
+        turn = Rotation(accumulate(steps, -steps[:1])[None, None])
+        return {"transport": turn, "key_bias": None if shown is None else shown[:, None].log()}
+
+    monkeypatch.setitem(scope, "carry", rope)
+    model, (batch, mask, _) = with_recipe(llama), left_padded()
+    model.load_state_dict(stock.state_dict() | {"angle": model.angle})
+    assert (model(batch).logits - stock(batch).logits).abs().max() < 1e-5
+    difference = model(batch, attention_mask=mask).logits - stock(batch, attention_mask=mask).logits
+    assert difference[mask.bool()].abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_keys_of_rope_are_those_in_llamas_cache():
+    """Rotated from position 0 on, by the functions and by a model that goes on from its past."""
+    llama = optional("transformers.models.llama.modeling_llama")
+    model, idx, past = tiny("rope"), ids(1, 50), tiny("rope").new_past()
+    for chunk in idx.split([30, 1, 19], dim=1):
+        model(chunk, past=past)
+    x = model.wte(idx)
+    q, k, *_ = next(theory.layer_inputs(model, idx))
+    config = llama.LlamaConfig(hidden_size=32, num_attention_heads=2)
+    cos, sin = llama.LlamaRotaryEmbedding(config)(x, torch.arange(50)[None])
+    theirs = llama.apply_rotary_pos_emb(q, k, cos, sin)[1]
+    steps = rope_steps(50, 16)
+    assert (rotate(k, accumulate(steps, -steps[:1])[None, None]) - theirs).abs().max() < 1e-5
+    assert (past[0]["k"] - theirs).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_llama_with_the_recipe_equals_the_definition(llama, monkeypatch):
+    """One table for all layers; keys and values carried token by token by d x d matrices."""
+    scope, _, stock = llama
+    model, idx = with_recipe(llama).double(), ids(2, 9)
+    logits = model(idx).logits
+    steps = model.angle[idx].transpose(1, 2)
+
+    def defined(q, k, v, transport, value_transport, key_bias):
+        return oracle(q, k, v, rotation_matrices(steps), rotation_matrices(steps), key_bias)
+
+    monkeypatch.setitem(scope, "attend", defined)
+    assert (model(idx).logits - logits).abs().max() < 1e-5
+    added = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in stock.parameters())
+    assert added == model.angle.numel() == 64 * 2 * 4
+
+
+@torch.no_grad()
+def test_llama_with_the_recipe_generates(llama):
+    """With its cache as without, greedy and by beams; in a left-padded batch as alone; beyond its length."""
+    model, (batch, mask, alone) = with_recipe(llama), left_padded()
+    how = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    cached = model.generate(batch, attention_mask=mask, **how)
+    again = model.generate(batch, attention_mask=mask, use_cache=False, **how)
+    single = model.generate(alone, attention_mask=torch.ones_like(alone), **how)
+    assert torch.equal(cached.sequences, again.sequences)
+    assert torch.equal(cached.sequences[1:, 7:], single.sequences)
+    for a, b, c in zip(cached.logits, again.logits, single.logits, strict=True):
+        assert (a - b).abs().max() < 1e-5 and (a[1:] - c).abs().max() < 1e-5
+
+    beams = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
+    assert torch.equal(model.generate(alone, **beams), model.generate(alone, use_cache=False, **beams))
+
+
+def test_llama_with_the_recipe_is_saved_and_loaded(llama, tmp_path):
+    """Angles and attention come back; gradients reach the table; a stock checkpoint has no angles."""
+    scope, _, stock = llama
+    model, idx = with_recipe(llama), ids(2, 9)
+    model(idx, labels=idx).loss.backward()
+    assert model.angle.grad.abs().max() > 0 and abs(model.angle.std() - 0.3) < 0.05
+    model.save_pretrained(tmp_path / "own")
+    loaded = scope["Llama"].from_pretrained(tmp_path / "own").eval()
+    assert torch.equal(loaded(idx).logits, model(idx).logits)
+
+    stock.save_pretrained(tmp_path / "stock")
+    loaded = scope["Llama"].from_pretrained(tmp_path / "stock").eval()
+    line = (HERE / "README.md").read_text().split("draw them after loading it: `")[1].split("`")[0]
+    exec(line, {"nn": nn, "model": loaded})
+    assert abs(loaded.angle.std() - 0.3) < 0.05
+
+
+def x_transformer(kv_heads=4, table_heads=None, **options):
+    """A small decoder with the recipe, and its wrapper for training and generation."""
+    x_transformers = optional("x_transformers")
+    torch.manual_seed(0)
+    shape = {"dim": 32, "depth": 2, "heads": 4, "attn_dim_head": 8, "ff_no_bias": True}
+    layers = x_transformers.Decoder(**shape, attn_kv_heads=kv_heads, **options)
+    sizes = {"num_tokens": 64, "max_seq_len": 16, "use_abs_pos_emb": False}
+    net = x_transformers.TransformerWrapper(attn_layers=layers, **sizes).eval()
+    copied(X_TRANSFORMERS, net=net, n_ids=64, kv_heads=table_heads or kv_heads, dim_head=8)
+    return net, x_transformers.AutoregressiveWrapper(net)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("flash", [False, True])
+def test_x_transformers_with_the_recipe_is_our_model(flash):
+    """The logits of 40 tokens, of a copy of the net as well."""
+    ours, idx = tiny("accum_qkv", n_head=4).eval(), ids(2, 40)
+    net, _ = x_transformer(attn_flash=flash)
+    weights = [table_of(ours)]
+    for name, p in ours.named_parameters():
+        if not is_positional(name):
+            weights += p.chunk(3) if "c_attn" in name else [p]
+    for (name, p), weight in zip(net.named_parameters(), [*weights, ours.wte.weight], strict=True):
+        p.copy_(weight - 1 if "gamma" in name else weight)  # it stores gains less one
+    for model in (net, copy.deepcopy(net)):
+        assert (model(idx) - F.linear(ours.hidden(idx), ours.wte.weight)).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_x_transformers_groups_of_heads_are_those_of_repeated_keys():
+    grouped, idx = x_transformer(kv_heads=2)[0], ids(2, 40)
+    whole, weights = x_transformer()[0], dict(grouped.named_parameters())
+    for name, p in whole.named_parameters():
+        weight = weights[name]
+        if name.endswith(("to_k.weight", "to_v.weight")):
+            weight = weight.repeat(2, 1)
+        p.copy_(weight.repeat(1, 2, 1) if name == "angle" else weight)
+    assert (whole(idx) - grouped(idx)).abs().max() < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"attn_flash": True}, {"kv_heads": 2}, {"kv_heads": 1}])
+def test_x_transformers_with_the_recipe_generates(options):
+    """With its cache as without, beyond its length; in a left-padded batch as alone."""
+    net, model = x_transformer(**options)
+    batch, mask, alone = left_padded()
+    how = {"temperature": 0.0, "restrict_to_max_seq_len": False}
+    cached = model.generate(batch, 8, **how)
+    assert torch.equal(cached, model.generate(batch, 8, cache_kv=False, **how))
+    assert (net(batch, mask=mask.bool())[1:, 7:] - net(alone)).abs().max() < 1e-5
+    both = model.generate([batch[0], alone[0]], 8, **how)
+    assert torch.equal(both[1:], model.generate(alone, 8, **how))
+
+
+def test_x_transformers_with_the_recipe_trains():
+    """Dropout stays, the table has its gradient and its spread; a table of other heads is refused."""
+    (net, model), idx = x_transformer(attn_dropout=0.25), ids(2, 16)
+    net.train()
+    assert not torch.equal(net(idx), net(idx))
+    model(idx).backward()
+    assert net.angle.grad.abs().max() > 0 and abs(net.angle.std() - 0.3) < 0.03
+    net, _ = x_transformer(kv_heads=2, table_heads=4)
+    with pytest.raises(ValueError, match="needs a phase"):
+        net(idx)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Devices, without one: a tensor left on the CPU raises on `meta`, as on a GPU
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations on tensors of several devices; on meta, matmul and embedding would not."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        leaves = tree_leaves((args, kwargs))
+        devices = {x.device for x in leaves if isinstance(x, torch.Tensor) and x.dim()}
+        assert len(devices) < 2, f"{operation} on {devices}"
+        return operation(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("pos", [*SCHEMES, *(f"accum_qkv+{name}" for name in BIASES)])
+def test_nothing_is_left_on_the_cpu(pos, monkeypatch):
+    """Forward, loss, backward, a past that goes on, generation, over several segments and chunks of steps."""
+    monkeypatch.setattr(transport, "SEGMENT", 16)
+    monkeypatch.setattr(transport, "CHUNK", 8)
+    monkeypatch.setattr(torch, "autocast", lambda *device, **how: contextlib.nullcontext())  # has no meta
+    model, idx = tiny(pos, n_layer=1).to("meta"), ids(1, 20).to("meta")
+    with OneDevice():
+        model(idx, idx)[1].backward()
+        past = model.new_past()
+        for chunk in idx.split([18, 2], dim=1):
+            model(chunk, past=past)
+        text = model.generate(idx[:, :3], 2, temperature=0)
+        with pytest.raises(AssertionError, match="aten.embedding.default on"):
+            model.hidden(ids(1, 20))
+    assert all(p.grad.is_meta for p in model.parameters())
+    assert text.is_meta and text.shape == (1, 5)
+
+
+# -----------------------------------------------------------------------------------------------------------
 # README.md, and how the code is written
 
 def test_no_test_hides_another_of_its_name():
@@ -2990,11 +3500,10 @@ def test_no_test_hides_another_of_its_name():
 
 
 def test_readme_example_is_the_scheme_it_names():
-    example = (HERE / "README.md").read_text().split("```python\n")[1].split("```")[0]
     model, idx = tiny("accum_qkv+alibi"), ids(2, 9)
     q, k, v = (randn(2, 2, 9, 16, seed=s, dtype=torch.float32) for s in range(3))
-    scope = {"idx": idx, "q": q, "k": k, "v": v, "T": 9, "n_head": 2, "torch": torch}
-    exec(example, scope | {"angle": model.transport.rotation.table}, scope)
+    scope = {"idx": idx, "q": q, "k": k, "v": v, "T": 9, "n_head": 2, "angle": table_of(model)}
+    exec(COPY, scope)
     given = model.transport(idx, model.wte(idx))
     turn, bias = given["rotation"], given["bias"]
     assert torch.equal(scope["y"], attend(q, k, v, turn, turn, bias))

@@ -115,7 +115,10 @@ def rotate(x, phase):
 
 
 def rope_steps(T, d, base=10000.0, device=None):
-    """RoPE as steps: base^(-2c/d) at every position (Su et al., arXiv 2104.09864). -> (T, d/2) float64."""
+    """RoPE as steps: base^(-2c/d) at every position (Su et al., arXiv 2104.09864). -> (T, d/2) float64.
+
+    accumulate(steps, -steps[:1]) is 0 at the first position, as in caches of rotated keys.
+    """
     if d % 2:
         raise ValueError(f"rope_steps: the head dim must be even, got {d}")
     angles = base ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
@@ -454,10 +457,9 @@ def path_attention(q, k, v, w, beta, key_bias=None, past=None):
     """PaTH attention: logits q_i . H_i ... H_{j+1} k_j / sqrt(d) + key_bias_j, H_t = I - beta_t w_t w_t^T.
 
     q, k, v (B, H, T, d), w (B, H, T, d) unit vectors, beta (B, H, T) in (0, 2) -> (B, H, T, d); values stay.
-    key_bias and past as in `attend`. (fla's kernel adds a gate before the 1/sqrt(d) scale, this and FoX
-    after it.) By segments: its own keys have explicit logits; earlier ones have been carried to its start,
-    where one SDPA meets the queries, carried back. In float32, float64 for float64 input, whatever autocast
-    says.
+    key_bias and past as in `attend`. By segments: its own keys have explicit logits; earlier ones have been
+    carried to its start, where one SDPA meets the queries, carried back. In float32, float64 for float64
+    input, whatever autocast says. PathSteps lists what fla does otherwise.
     """
     if w.shape != q.shape or beta.shape != q.shape[:3] or not q.size(2):
         raise ValueError(f"w {tuple(w.shape)} and beta {tuple(beta.shape)} do not fit q {tuple(q.shape)}")
@@ -564,7 +566,9 @@ class ConstantAngles(Angles):
         self.base = config.rope_base
 
     def steps(self, idx, x, past):
-        return rope_steps(idx.size(1), self.head_dim, self.base, idx.device)[None, :, None]
+        steps = rope_steps(idx.size(1), self.head_dim, self.base, idx.device)[None, :, None]
+        past.setdefault("phase", -steps[:, :1])             # the first token stands at 0
+        return steps
 
 
 def random_angles(config, which):
@@ -656,6 +660,14 @@ class HiddenReflections(nn.Module):
 
 
 class PathSteps(nn.Module):
+    """w and beta of PaTH from the layer's input. What fla (fla/layers/path_attn.py) does otherwise:
+
+    init   its convolution starts as N(0, 0.02^2), not as U(-0.58, 0.58), torch's default; its Linear layers
+           as N(0, 0.02^2) at any width, not at 768 alone
+    heads  k, v, w and beta may have fewer heads than q; w is then of full rank
+    gate   log f is added before the 1/sqrt(d) scale, not after it as in FoX and here
+    dtype  w is float16 in the kernel and beta the model's, not float32
+    """
     shared = False
 
     def __init__(self, config):

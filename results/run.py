@@ -73,7 +73,8 @@ TABLES = {
     "debian": [
         *runs("debian", "nope rope random_qk random_qkv accum_qk accum_qkv alibi", (1, 2, 3)),
         *runs("debian", "random_qk random_qkv random_qk_v", (1, 2, 3), out_norm=""),
-        *runs("debian", "path fox accum_qkv+alibi"),
+        *runs("debian", "rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk householder_qkv path"),
+        *runs("debian", "fox rope+alibi accum_qkv+alibi"),
         *runs("debian", "random_qk_v+ssmax", out_norm=""),
         *runs("debian", "rope random_qk random_qkv path", also=" --logn"),
         *runs("debian", "random_qk random_qkv random_qk_v", out_norm="", also=" --logn"),
@@ -96,9 +97,13 @@ TABLES = {
         *runs("tiny", "alibi rope+alibi accum_qkv+alibi"),
     ],
 }
-MEASURED = [f"debian-{run}" for run in "rope random_qk random_qkv accum_qkv alibi".split()]
-MEASURED += [f"debian-{run}-out_norm" for run in ("random_qk", "random_qkv", "random_qk_v")]
-MEASUREMENT = "--length 32768 --stretches 2 --causes 8192"
+MEASURED = {    # results/theory-NAME.json -> flags of theory.py
+    **{f"debian-{run}": f"out/debian-{run}" for run in "rope random_qk random_qkv alibi".split()},
+    **{f"debian-{run}-out_norm": f"out/debian-{run}-out_norm" for run in ("random_qkv", "random_qk_v")},
+    "debian-random_qkv+logn": "out/debian-random_qkv --logn",
+    "debian-random_qk_v+logn-out_norm": "out/debian-random_qk_v-out_norm --logn",
+}
+MEASUREMENT = "--length 16384 --stretches 2 --causes 8192"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -161,15 +166,14 @@ def make(table):
 
 
 def measure():
-    """The quantities of the theory on some trained models, with and without scaled logits."""
-    for name in MEASURED:
-        for scale in ("", " --logn"):
-            command = f"theory.py out/{name} {MEASUREMENT}{scale}"
-            path = ROOT / "results" / f"theory-{name}{scale.replace(' --', '+')}.json"
-            if not path.exists():
-                call(command)
-                result = json.loads(Path("out", name, "theory.json").read_text())
-                data.write_json(path, result | {"command": command, "cpu": cpu()})
+    """The quantities of the theory on some trained models."""
+    for name, flags in MEASURED.items():
+        command = f"theory.py {flags} {MEASUREMENT}"
+        path = ROOT / "results" / f"theory-{name}.json"
+        if not path.exists():
+            call(command)
+            result = json.loads(Path(flags.split()[0], "theory.json").read_text())
+            data.write_json(path, result | {"run": name, "command": command, "cpu": cpu()})
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -402,7 +406,7 @@ def between_marks(readme, table, text):
 def tables():
     """Write everything that shows numbers: results/README.md, README.md between its marks, the figures."""
     results = {table: load(table) for table in TABLES}
-    paths = [ROOT / "results" / f"theory-{name}{scale}.json" for name in MEASURED for scale in ("", "+logn")]
+    paths = [ROOT / "results" / f"theory-{name}.json" for name in MEASURED]
     measured = [json.loads(path.read_text()) for path in paths if path.exists()]
     main_table = results["debian"]
     first = next(iter(main_table.values()))[0]
@@ -413,6 +417,7 @@ def tables():
         "findings": findings(main_table),
         "paper": paper_table(main_table),
         "theory": theory_table(measured),
+        "causes": causes_table(measured),
     }
     readme = (ROOT / "README.md").read_text()
     for mark, text in shown.items():
@@ -424,8 +429,8 @@ Written by `python results/run.py tables`. A ratio is the perplexity over that a
 over seeds, ± one standard error over stretches of text and, where there are several, over seeds.
 """]
     parts += [section(table, rows) for table, rows in results.items() if rows]
-    parts += [f"## theory\n\n    python {measured[0]['command']}\n", theory_table(measured),
-              f"Loss, by what attention reads:\n\n{causes_table(measured)}\n"]
+    parts.append(f"## theory\n\n    python {measured[0]['command']}\n\n{theory_table(measured)}\n\n"
+                 f"Loss, by what attention reads:\n\n{causes_table(measured)}\n")
     (ROOT / "results" / "README.md").write_text("\n".join(parts))
     (ROOT / "README.md").write_text(readme)
 
