@@ -331,13 +331,15 @@ def paper_table(results):
     return markdown(["scheme", "context", "paper, per token", "here", "paper, per byte", "here"], rows)
 
 
+FIGURE = ("rope random_qk random_qkv random_qkv-out_norm random_qk_v-out_norm random_qk_v+logn-out_norm "
+          "random_qkv+logn alibi").split()
 FINDINGS = [   # what the numbers say; two rows of the table; the context, as a multiple of that in training
     ("Accumulated rotations extrapolate where RoPE fails", "random_qk", "rope", 16),
     ("Rotations alone degrade, a distance bias does not", "alibi", "random_qk", 128),
     ("Carrying values, alone", "random_qkv", "random_qk", 128),
     ("Carrying values, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128),
     ("Values by angles of their own, with the norm", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
-    ("Logits that grow with ln i, with both", "random_qk_v+logn-out_norm", "random_qk_v-out_norm", 128),
+    ("Logits that grow with ln i, alone", "random_qkv+logn", "random_qkv", 128),
 ]
 
 
@@ -434,8 +436,8 @@ over seeds, ± one standard error over stretches of text and, where there are se
     (ROOT / "results" / "README.md").write_text("\n".join(parts))
     (ROOT / "README.md").write_text(readme)
 
-    labelled = [seeds[0] | {"run": name} for name, seeds in main_table.items() if "+logn" not in name]
-    plot(labelled).savefig(ROOT / "assets" / "extrapolation.png")
+    labelled = [main_table[name][0] | {"run": name} for name in FIGURE if name in main_table]
+    plot(labelled or [first]).savefig(ROOT / "assets" / "extrapolation.png")
     labelled = [result | {"run": short(result["run"])} for result in measured if "+logn" not in result["run"]]
     theory_plot(labelled).savefig(ROOT / "assets" / "theory.png")
 
