@@ -2378,8 +2378,12 @@ def test_the_english_corpus_has_no_translations_and_no_runs_of_blanks(tmp_path):
 def test_costs_are_measured():
     """The parts of results/speed.py, on sizes that take no time."""
     speed = importlib.import_module("results.speed")
-    assert speed.steps(["rope", "alibi"], n=1)["rope"]["ratio"] == 1
-    assert speed.forward("accum_qkv", 1000, **speed.LAYER)["ratio"] > 0
+    models = [(name, "float32", False) for name in ("alone", "plain", "rope")]
+    rows = speed.steps(models, n=1, B=2, T=16, **speed.LAYER)["rows"]
+    assert [row["model"] for row in rows] == ["alone", "plain", "rope"]
+    assert rows[1]["over_plain"] == rows[1]["over_default"] == 1 and rows[2]["tokens_per_second"] > 0
+    rows = speed.forward(["accum_qkv"], lengths=[100], most=1)["rows"]
+    assert rows[0]["over_alone"] == 1 and rows[1]["model"] == "accum_qkv" and rows[1]["seconds"] > 0
     small = "--n_layer 1 --n_embd 32 --n_head 1 --block_size 8 --batch_size 2 --gradient_accumulation_steps 1"
     flags = f"{small} --device cpu --max_iters 3 --log_interval 1".split()
     assert speed.training("rope", *flags)["tokens_per_second"] > 0

@@ -37,7 +37,7 @@ PEAK_TFLOPS = {
     "A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312, "A100-PCIE-40GB": 312, "A100 80GB PCIe": 312,
     "GeForce RTX 4090": 165, "GeForce RTX 3090": 71,
 }
-COMPILE_FROM = 1000         # iters that win back the time of the compiler, on CPU half a minute
+COMPILE_FROM = 1000         # iters that win back the compiler's time on CPU: accum_qkv well, rope hardly
 EVAL_SEED, EVAL_BATCH = 2 ** 32 - 1, 16      # validation is the same whatever a run's seed and micro-batches
 FROM_ONE = "block_size batch_size gradient_accumulation_steps max_iters eval_iters log_interval".split()
 

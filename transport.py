@@ -70,8 +70,8 @@ class Rotation:
 class Turn(torch.autograd.Function):
     """Turn x by sign * phase; cos and sin are those of the phase. No second derivatives.
 
-    Backward turns the gradient back, and has one product for the phase: an accum_qkv step takes a sixth less
-    than with autograd's own formulas, which keep float32 copies of x and differentiate every product.
+    Backward turns the gradient back, and has one product for the phase. It keeps the output, as SDPA does;
+    autograd's own formulas keep float32 copies of x and differentiate every product.
     """
 
     @staticmethod
@@ -386,9 +386,9 @@ class Reflections:
 
     w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): product of earlier steps.
     Products are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. Where up to SEGMENT steps
-    are learned, float32 is enough, and a training step takes a fifth less. The factor 2 / |w|^2 belongs to
-    the graph: with w normalised outside, gradients would be wrong, since C^T = C^-1 holds on the sphere only.
-    torch.compile leaves this and PaTH alone: it would take a minute a layer, and win less.
+    are learned, float32 is enough: right to 2e-4, and faster. The factor 2 / |w|^2 belongs to the graph: with
+    w normalised outside, gradients would be wrong, since C^T = C^-1 holds on the sphere only. Left out of
+    compiled graphs, like PaTH, whose loops cost the compiler a minute a layer (see results/speed.py).
     """
 
     @torch.compiler.disable
