@@ -311,6 +311,29 @@ def causes_table(results):
     return markdown(["run", *titles], rows)
 
 
+def speed_tables(costs):
+    """What results/speed.json says, for results/README.md."""
+    steps = costs["steps"]
+    parts = ["## speed\n\nMade by `python results/speed.py steps`, `large` and `forward`: "
+             f"{steps['clock']}, on {steps['machine']}, with other work on the machine."]
+    for name in ("steps", "large"):
+        rows = []
+        for row in costs[name]["rows"]:
+            compiled = "yes" if row["compiled"] else "no"
+            rows.append([f"`{row['model']}`", row["dtype"], compiled, f"{row['over_plain']:.2f}"])
+        shape = f"{costs[name]['n_layer']} x {costs[name]['n_embd']}"
+        parts.append(f"Training at {shape}: tokens per second over those of a plain GPT of the same dtype, "
+                     "compiled like it (`plain`; `alone`: its matmuls and SDPA).")
+        parts.append(markdown(["model", "dtype", "compiled", "over plain"], rows))
+
+    rows = []
+    for row in costs["forward"]["rows"]:
+        rows.append([f"{row['context']:,}", f"`{row['model']}`", f"{row['over_alone']:.2f}"])
+    parts.append("One layer's forward pass: time over that of its matmuls and SDPA.")
+    parts.append(markdown(["context", "model", "over alone"], rows))
+    return "\n\n".join(parts) + "\n"
+
+
 PAPER = [   # scheme, multiple of the training context, ratio of perplexity per token of GPT-2's BPE
     ("rope", 16, 16.2), ("random_qk", 16, 1.60), ("random_qk", 128, 7.49), ("random_qkv", 128, 1.59),
     ("alibi", 128, 0.96),
@@ -433,6 +456,9 @@ over seeds, ± one standard error over stretches of text and, where there are se
     parts += [section(table, rows) for table, rows in results.items() if rows]
     parts.append(f"## theory\n\n    python {measured[0]['command']}\n\n{theory_table(measured)}\n\n"
                  f"Loss, by what attention reads:\n\n{causes_table(measured)}\n")
+    costs = ROOT / "results" / "speed.json"
+    if costs.exists():
+        parts.append(speed_tables(json.loads(costs.read_text())))
     (ROOT / "results" / "README.md").write_text("\n".join(parts))
     (ROOT / "README.md").write_text(readme)
 
