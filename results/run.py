@@ -362,7 +362,8 @@ FINDINGS = [   # what the numbers say; two rows of the table; the context, as a 
     ("Carrying values, alone", "random_qkv", "random_qk", 128),
     ("Carrying values, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128),
     ("Values by angles of their own, with the norm", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
-    ("Logits that grow with ln i, alone", "random_qkv+logn", "random_qkv", 128),
+    ("Logits that grow with ln i, alone, hold far mass", "random_qkv+logn", "random_qkv", 128),
+    ("They need a score gap, which RoPE has not", "rope+logn", "rope", 128),
 ]
 
 
@@ -388,7 +389,7 @@ def section(table, results):
     """One table's part of results/README.md."""
     first = next(iter(results.values()))[0]
     longer = [context for context in contexts(first) if context != first["train_context"]]
-    text = f"""## {table}
+    parts = [f"""## {table}
 
 Trained for {first['iter_num']:,} iters; evaluated on {first['stretches']} stretches of {first['longest']:,}
 tokens of {first['data']}, on {first['cpu']}, {first['device']}.
@@ -396,27 +397,20 @@ Made by `python results/run.py {table}`; the first run:
 
     python {first['commands'][0]}
     python {first['commands'][1]}
-
-`last`, the same target tokens at every length:
-
-{ratio_table(results, [("last", context) for context in longer])}
-
-`window`, all tokens of the stretches:
-
-{ratio_table(results, [("window", context) for context in longer])}
-
-Values carried: loss by `last` of `_qkv` or `_qk_v` minus that of `_qk`, in nats:
-
-{carried_table(results)}
-"""
-    if "--copy" in "".join(run.evaluate for run in TABLES[table]):
-        text += f"""
-A passage that stands in the text twice, so many tokens apart: perplexity of the second copy over that of the
-same tokens without the first one:
-
-{copy_table(results)}
-"""
-    return text
+"""]
+    if table == "copy":
+        parts += ["A passage that stands in the text twice, so many tokens apart: perplexity of the second\n"
+                  "copy over that of the same tokens without the first one.\n", copy_table(results)]
+    else:
+        parts += [
+            "`last`, the same target tokens at every length:\n",
+            ratio_table(results, [("last", context) for context in longer]),
+            "\n`window`, all tokens of the stretches:\n",
+            ratio_table(results, [("window", context) for context in longer]),
+            "\nValues carried: loss by `last` of `_qkv` or `_qk_v` minus that of `_qk`, in nats:\n",
+            carried_table(results),
+        ]
+    return "\n".join(parts) + "\n"
 
 
 def between_marks(readme, table, text):
