@@ -311,6 +311,29 @@ def causes_table(results):
     return markdown(["run", *titles], rows)
 
 
+def speed_tables(costs):
+    """What results/speed.json says, for results/README.md."""
+    steps = costs["steps"]
+    parts = ["## speed\n\nMade by `python results/speed.py steps`, `large` and `forward`: "
+             f"{steps['clock']}, on {steps['machine']}, with other work on the machine."]
+    for name in ("steps", "large"):
+        rows = []
+        for row in costs[name]["rows"]:
+            compiled = "yes" if row["compiled"] else "no"
+            rows.append([f"`{row['model']}`", row["dtype"], compiled, f"{row['over_plain']:.2f}"])
+        shape = f"{costs[name]['n_layer']} x {costs[name]['n_embd']}"
+        parts.append(f"Training at {shape}: tokens per second over those of a plain GPT of the same dtype, "
+                     "compiled like it (`plain`; `alone`: its matmuls and SDPA).")
+        parts.append(markdown(["model", "dtype", "compiled", "over plain"], rows))
+
+    rows = []
+    for row in costs["forward"]["rows"]:
+        rows.append([f"{row['context']:,}", f"`{row['model']}`", f"{row['over_alone']:.2f}"])
+    parts.append("One layer's forward pass: time over that of its matmuls and SDPA.")
+    parts.append(markdown(["context", "model", "over alone"], rows))
+    return "\n\n".join(parts) + "\n"
+
+
 PAPER = [   # scheme, multiple of the training context, ratio of perplexity per token of GPT-2's BPE
     ("rope", 16, 16.2), ("random_qk", 16, 1.60), ("random_qk", 128, 7.49), ("random_qkv", 128, 1.59),
     ("alibi", 128, 0.96),
@@ -331,13 +354,16 @@ def paper_table(results):
     return markdown(["scheme", "context", "paper, per token", "here", "paper, per byte", "here"], rows)
 
 
+FIGURE = ("rope random_qk random_qkv random_qkv-out_norm random_qk_v-out_norm random_qk_v+logn-out_norm "
+          "random_qkv+logn alibi").split()
 FINDINGS = [   # what the numbers say; two rows of the table; the context, as a multiple of that in training
     ("Accumulated rotations extrapolate where RoPE fails", "random_qk", "rope", 16),
     ("Rotations alone degrade, a distance bias does not", "alibi", "random_qk", 128),
     ("Carrying values, alone", "random_qkv", "random_qk", 128),
     ("Carrying values, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128),
     ("Values by angles of their own, with the norm", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
-    ("Logits that grow with ln i, with both", "random_qk_v+logn-out_norm", "random_qk_v-out_norm", 128),
+    ("Logits that grow with ln i, alone, hold far mass", "random_qkv+logn", "random_qkv", 128),
+    ("They need a score gap, which RoPE has not", "rope+logn", "rope", 128),
 ]
 
 
@@ -363,7 +389,7 @@ def section(table, results):
     """One table's part of results/README.md."""
     first = next(iter(results.values()))[0]
     longer = [context for context in contexts(first) if context != first["train_context"]]
-    text = f"""## {table}
+    parts = [f"""## {table}
 
 Trained for {first['iter_num']:,} iters; evaluated on {first['stretches']} stretches of {first['longest']:,}
 tokens of {first['data']}, on {first['cpu']}, {first['device']}.
@@ -371,27 +397,20 @@ Made by `python results/run.py {table}`; the first run:
 
     python {first['commands'][0]}
     python {first['commands'][1]}
-
-`last`, the same target tokens at every length:
-
-{ratio_table(results, [("last", context) for context in longer])}
-
-`window`, all tokens of the stretches:
-
-{ratio_table(results, [("window", context) for context in longer])}
-
-Values carried: loss by `last` of `_qkv` or `_qk_v` minus that of `_qk`, in nats:
-
-{carried_table(results)}
-"""
-    if "--copy" in "".join(run.evaluate for run in TABLES[table]):
-        text += f"""
-A passage that stands in the text twice, so many tokens apart: perplexity of the second copy over that of the
-same tokens without the first one:
-
-{copy_table(results)}
-"""
-    return text
+"""]
+    if table == "copy":
+        parts += ["A passage that stands in the text twice, so many tokens apart: perplexity of the second\n"
+                  "copy over that of the same tokens without the first one.\n", copy_table(results)]
+    else:
+        parts += [
+            "`last`, the same target tokens at every length:\n",
+            ratio_table(results, [("last", context) for context in longer]),
+            "\n`window`, all tokens of the stretches:\n",
+            ratio_table(results, [("window", context) for context in longer]),
+            "\nValues carried: loss by `last` of `_qkv` or `_qk_v` minus that of `_qk`, in nats:\n",
+            carried_table(results),
+        ]
+    return "\n".join(parts) + "\n"
 
 
 def between_marks(readme, table, text):
@@ -431,11 +450,14 @@ over seeds, ± one standard error over stretches of text and, where there are se
     parts += [section(table, rows) for table, rows in results.items() if rows]
     parts.append(f"## theory\n\n    python {measured[0]['command']}\n\n{theory_table(measured)}\n\n"
                  f"Loss, by what attention reads:\n\n{causes_table(measured)}\n")
+    costs = ROOT / "results" / "speed.json"
+    if costs.exists():
+        parts.append(speed_tables(json.loads(costs.read_text())))
     (ROOT / "results" / "README.md").write_text("\n".join(parts))
     (ROOT / "README.md").write_text(readme)
 
-    labelled = [seeds[0] | {"run": name} for name, seeds in main_table.items() if "+logn" not in name]
-    plot(labelled).savefig(ROOT / "assets" / "extrapolation.png")
+    labelled = [main_table[name][0] | {"run": name} for name in FIGURE if name in main_table]
+    plot(labelled or [first]).savefig(ROOT / "assets" / "extrapolation.png")
     labelled = [result | {"run": short(result["run"])} for result in measured if "+logn" not in result["run"]]
     theory_plot(labelled).savefig(ROOT / "assets" / "theory.png")
 

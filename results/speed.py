@@ -6,8 +6,8 @@
     python results/speed.py gpu       training the paper preset on random tokens: rate, MFU, memory; on CUDA
 
 Times are medians of interleaved calls (65,536 tokens: one call; large: one step); on CPU those of one thread
-of this process. Other work on the machine does slow it: compare within a table. speed.json comes from two
-cores with a load of 3 to 5, where the same step differed by up to a third from run to run.
+of this process. Other work on the machine slows it all the same: compare within a table. speed.json was made
+under a load of 3 to 5 on two cores, where the same step differed by up to a third from run to run.
 
 A step of the tiny shape has 20 GFLOP of matmuls and 7.5 of attention; SDPA's backward pass, in small blocks
 at 256 tokens, takes longer than all matmuls. Tried there, medians of 5 to 15, and not taken:
