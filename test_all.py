@@ -2308,7 +2308,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     assert calls == ["train.py --resume", evaluated, "train.py out/debian-accum_qkv", evaluated, evaluated,
                      "theory.py 128"]
 
-    names = "debian", "findings", "paper", "theory", "causes"
+    names = "debian", "findings", "copy", "paper", "theory", "causes"
     marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]
     Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
     run.main("tables")

@@ -435,6 +435,7 @@ def tables():
         "debian": ratio_table(main_table, columns),
         "findings": findings(main_table),
         "paper": paper_table(main_table),
+        "copy": copy_table(results.get("copy", {})),
         "theory": theory_table(measured),
         "causes": causes_table(measured),
     }
