@@ -179,12 +179,12 @@ def steps(models=STEPS, n=7, B=16, T=256, **size):
     times = medians([stepper(*model, B, T, **size) for model in models], n)
     median = dict(zip(models, times))
     rows = []
-    for (name, dtype, compiled), time in median.items():
+    for (name, dtype, compiled), median_time in median.items():
         rows.append({
-            "model": name, "dtype": dtype, "compiled": compiled, "seconds": time,
-            "tokens_per_second": B * T / time,
-            "over_plain": over(median, ("plain", dtype, compiled), time),
-            "over_default": over(median, ("plain", "float32", False), time),
+            "model": name, "dtype": dtype, "compiled": compiled, "seconds": median_time,
+            "tokens_per_second": B * T / median_time,
+            "over_plain": over(median, ("plain", dtype, compiled), median_time),
+            "over_default": over(median, ("plain", "float32", False), median_time),
         })
     return {"tokens": [B, T], **size, "steps": n, "rows": rows}
 
@@ -204,8 +204,8 @@ def forward(names=("nope", "rope", *SOME[1:], "householder_qkv"), lengths=(256, 
             model = GPT(GPTConfig(pos=pos, **LAYER)).to(DEVICE)
             calls.append(lambda model=model: model.nll(x, y))
         times = medians(calls, most) if T < 32768 else [seconds(f) for f in calls]
-        for pos, time in zip(("alone", *names), times):
-            rows.append({"context": T, "model": pos, "seconds": time, "over_alone": time / times[0]})
+        for pos, taken in zip(("alone", *names), times):
+            rows.append({"context": T, "model": pos, "seconds": taken, "over_alone": taken / times[0]})
     return {**LAYER, "rows": rows}
 
 
