@@ -2832,12 +2832,20 @@ def test_alibi_without_scores_is_known(theory_data, tmp_path):
 
 
 def test_queries_are_the_same_tokens_at_every_length(theory_data, tmp_path, monkeypatch):
-    real, read = theory.layer_inputs, []
+    real, statistics, read, waiting = theory.layer_inputs, theory.far_statistics, [], []
 
     def reads(model, idx):
         read.append(idx[0].numpy())
-        return real(model, idx)
+        for layer in real(model, idx):
+            waiting.append(0)
+            yield layer
+
+    def measures(*args):
+        waiting.pop()
+        assert not waiting                                  # a layer is measured before the next one is made
+        return statistics(*args)
     monkeypatch.setattr(theory, "layer_inputs", reads)
+    monkeypatch.setattr(theory, "far_statistics", measures)
     measured(theory_run(tmp_path / "run", theory_data, "rope"))
     val = np.fromfile(theory_data / "val.bin", np.uint16)
     assert [len(text) for text in read] == [32, 32, 64, 64, 128, 128, 256, 256, 512, 512, 512]
@@ -2913,9 +2921,10 @@ def test_the_far_mass_of_scaled_logits_is_predicted(theory_data, tmp_path):
     for T in (512, 8192):
         turn = Rotation(accumulate(steps[:, :, :T], dtype=torch.float64))
         rows = torch.arange(T - 64, T)
-        c = theory.growth("logn", rows, None, 512)[None, None, -1:, None]
+        growth = theory.growth(tiny("logn", train_context=512), rows, torch.arange(448, 512))
+        c = growth[None, None, -1:, None]
         layer = c * x[:, :, :T], x[:, :, :T], x[:, :, :T], turn, turn, None
-        found.append(theory.near_and_far(layer, rows, 64))
+        found.append(theory.split_logits(layer, rows, 64))
     gap = theory.measured_gap(*(c[0, 0] * logits for logits in found[0]))
     predicted = theory.far_mass(8192 - 64, 64, gap).mean()
     plain = theory.far_mass(8192 - 64, 64, theory.measured_gap(*found[0])).mean()
@@ -2924,9 +2933,11 @@ def test_the_far_mass_of_scaled_logits_is_predicted(theory_data, tmp_path):
 
     rows, first = torch.arange(504, 512), torch.arange(24, 32)
     i, i_first = (rows + 1).double(), (first + 1).double()
-    assert close_to(theory.growth("logn", rows, first, 32), i.log() / math.log(32))
-    assert close_to(theory.growth("logn", first, first, 32), torch.ones(8).double())
-    assert close_to(theory.growth("ssmax", rows, first, 32), i.log() / i_first.log())
+    logn, ssmax = tiny("logn", train_context=32), tiny("rope+ssmax", train_context=32)
+    assert close_to(theory.growth(logn, rows, first), i.log() / math.log(32))
+    assert close_to(theory.growth(logn, first, first), torch.ones(8).double())
+    assert close_to(theory.growth(ssmax, rows, first), i.log() / i_first.log())
+    assert close_to(theory.growth(tiny("rope"), rows, first), torch.ones(8).double())
 
     run = theory_run(tmp_path / "run", theory_data, "random_qk")
     plain, scaled = measured(run)["far"], measured(run, "--logn")["far"]

@@ -26,7 +26,7 @@ import data
 from eval_extrapolate import Progress, add_logn, check_runs, finite, parse_lengths, pyplot
 from model import load_model
 from train import pick_device
-from transport import Rotation, parse, path_segments, rope_steps, rotate
+from transport import Rotation, Transport, path_segments, rope_steps, rotate
 
 CHECKS = []                                                 # (section, check) in the order of this file
 TEXTS = torch.cartesian_prod(*[torch.arange(6)] * 4)        # all of 4 tokens, 6 in the vocabulary
@@ -674,7 +674,7 @@ def query_logits(layer, rows):
     return logits
 
 
-def near_and_far(layer, rows, near):
+def split_logits(layer, rows, near):
     """Logits (H, Q, T) of the queries in rows (Q,): first those to keys nearer than `near` tokens, then those
     to the others; -inf elsewhere."""
     logits = query_logits(layer, rows)
@@ -695,7 +695,7 @@ def far_statistics(layer, rows, near):
     Logits are Q x T a head; nothing is T x T. -> dict of tensors (H, Q).
     """
     q, k, v, _, value_transport, key_bias = layer
-    near_logits, far_logits = near_and_far(layer, rows, near)
+    near_logits, far_logits = split_logits(layer, rows, near)
     gap = measured_gap(near_logits, far_logits)
     far = (rows + 1 - near).double()                        # how many
     far_mean = far_logits.nan_to_num(neginf=0.0).sum(-1) / far
@@ -755,7 +755,7 @@ def split_output(layer, near):
     values = v if value_transport is None else value_transport.encode(v)
     parts = []
     for rows in torch.arange(v.size(2), device=v.device).split(CHUNK):
-        near_logits, far_logits = near_and_far(layer, rows, near)
+        near_logits, far_logits = split_logits(layer, rows, near)
         weights = torch.maximum(near_logits, far_logits).softmax(-1).to(v.dtype)[None]
         near_weights = weights * near_logits.isfinite()
         far_part = (weights - near_weights) @ values
@@ -766,12 +766,17 @@ def split_output(layer, near):
     return near_part, far_part, near_mass
 
 
-def growth(pos, rows, first_rows, context):
-    """By what scaled logits of the queries in rows are larger than those in first_rows at the context."""
-    scale, i = parse(pos)[2], (rows + 1).double()
-    if scale == "ssmax":
-        return i.log() / (first_rows + 1).double().log()
-    return (i.log() / math.log(context)).clamp_min(1) if scale else torch.ones_like(i)
+def growth(model, rows, first_rows):
+    """By what the model scales logits of the queries in rows more than those in first_rows: 1 if it does not.
+
+    The scales of SCHEMES depend on places alone, but for a factor that cancels.
+    """
+    parts = [part for part in model.modules() if isinstance(part, Transport) and hasattr(part, "scale")]
+    if not parts:
+        return torch.ones_like(rows, dtype=torch.float64)
+    idx = torch.zeros(1, int(rows[-1]) + 1, dtype=torch.long, device=rows.device)
+    scale = parts[0].scale(idx, f64(0.0), {})[0, 0]
+    return scale[rows] / scale[first_rows]
 
 
 def causes(model, text, near, targets):
@@ -816,18 +821,20 @@ def measure(run, args):
     lengths, near = parse_lengths("", context, args.length), context // 4
 
     progress = Progress(model, run.name, [(length, length) for length in lengths for _ in ends])
-    far, first = [], None
+    far, first, first_rows = [], [], None                   # first: logits at the training context
     for length in lengths:
         rows = torch.linspace(length - context // 2, length - 1, QUERIES, device=device).long()
-        layers = [layer for text in stretches for layer in layer_inputs(model, text[None, -length - 1:-1])]
-        found = [far_statistics(layer, rows, near) for layer in layers]
-        if length == context:
-            first = [near_and_far(layer, rows, near) for layer in layers]
-            first_rows = rows
-        progress.tick(length * len(stretches), length)
+        first_rows = rows if first_rows is None else first_rows
+        found = []
+        for text in stretches:
+            for layer in layer_inputs(model, text[None, -length - 1:-1]):
+                found.append(far_statistics(layer, rows, near))
+                if length == context:
+                    first.append(split_logits(layer, rows, near))
+            progress.tick(length, length)
 
         values = {key: torch.stack([layer[key] for layer in found]) for key in found[0]}
-        scale = growth(model.config.pos, rows, first_rows, context)[:, None]
+        scale = growth(model, rows, first_rows)[:, None]
         gap = torch.stack([measured_gap(scale * near_logits, scale * far_logits)
                            for near_logits, far_logits in first])
         values["predicted"] = far_mass(rows + 1 - near, near, gap)

@@ -714,8 +714,7 @@ class LogLength(nn.Module):
         self.train_context = config.train_context
 
     def forward(self, idx, x, past):
-        i = 1 + places(idx, past)[-idx.size(1):]
-        return (i.to(x.dtype).log() / math.log(self.train_context)).clamp_min(1)[None, None]
+        return (log_keys(idx, x, past) / math.log(self.train_context)).clamp_min(1)[None, None]
 
 
 class ScalableSoftmax(nn.Module):
@@ -727,8 +726,12 @@ class ScalableSoftmax(nn.Module):
         self.s = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.train_context)))
 
     def forward(self, idx, x, past):
-        i = 1 + places(idx, past)[-idx.size(1):]
-        return (self.s.to(x.dtype)[:, None] * i.to(x.dtype).log())[None]
+        return (self.s.to(x.dtype)[:, None] * log_keys(idx, x, past))[None]
+
+
+def log_keys(idx, x, past):
+    """ln i for every query in idx, the i-th of all, which sees i keys: (T,) in x's dtype."""
+    return (1 + places(idx, past)[-idx.size(1):]).to(x.dtype).log()
 
 
 def places(idx, past):

@@ -144,7 +144,7 @@ def make_debian():
 
 def make(table):
     """Train and evaluate every run of a table that is not finished, one after the other."""
-    if table == "debian" and not Path("data/debian").exists():
+    if "--data debian" in TABLES[table][0].train and not Path("data/debian").exists():
         make_debian()
     for run in TABLES[table]:
         folder, path = Path("out", run.folder), ROOT / "results" / f"{run.name}.json"
@@ -428,6 +428,8 @@ def tables():
     paths = [ROOT / "results" / f"theory-{name}.json" for name in MEASURED]
     measured = [json.loads(path.read_text()) for path in paths if path.exists()]
     main_table = results["debian"]
+    if not main_table or not measured:
+        raise ValueError("no results to show: make some with run.py debian, and then with run.py theory")
     first = next(iter(main_table.values()))[0]
     base, longest = first["train_context"], first["longest"]
     columns = [("last", 4 * base), ("last", 16 * base), ("last", longest), ("window", longest)]
