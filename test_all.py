@@ -2308,7 +2308,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     assert calls == ["train.py --resume", evaluated, "train.py out/debian-accum_qkv", evaluated, evaluated,
                      "theory.py 128"]
 
-    names = "debian", "findings", "copy", "paper", "theory", "causes"
+    names = "debian", "findings", "copy", "paper", "causes"
     marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]
     Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
     run.main("tables")
@@ -2318,7 +2318,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     assert first.endswith(" |\n<!-- end -->\nafter\n") and "old" not in first
     assert Path("assets/extrapolation.png").exists() and Path("assets/theory.png").exists()
     far = json.loads(Path("results/theory-debian-accum_qkv.json").read_text())["far"]
-    assert f"| {far[0]['far_mass']:.3f} | {far[-1]['far_mass']:.3f} | {far[-1]['predicted']:.3f} |" in first
+    assert f"| {far[0]['far_mass']:.3f} | {far[-1]['far_mass']:.3f} | {far[-1]['predicted']:.3f} |" in long
     row = rows_of(json.loads(path.read_text()), "last")[128]
     assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `accum_qkv` | 1 | " in long
     path.write_text(path.read_text().replace('"text": "', '"text": "another '))

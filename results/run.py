@@ -438,7 +438,6 @@ def tables():
         "findings": findings(main_table),
         "paper": paper_table(main_table),
         "copy": copy_table(results.get("copy", {})),
-        "theory": theory_table(measured),
         "causes": causes_table(measured),
     }
     readme = (ROOT / "README.md").read_text()
