@@ -76,7 +76,8 @@ TABLES = {
         *runs("debian", "rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk householder_qkv path"),
         *runs("debian", "fox rope+alibi accum_qkv+alibi"),
         *runs("debian", "random_qk_v+ssmax", out_norm=""),
-        *runs("debian", "rope random_qk random_qkv path", also=" --logn"),
+        *runs("debian", "random_qk random_qkv", (1, 2, 3), also=" --logn"),
+        *runs("debian", "rope path", also=" --logn"),
         *runs("debian", "random_qk random_qkv random_qk_v", out_norm="", also=" --logn"),
     ],
     "copy": [
