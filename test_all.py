@@ -799,6 +799,18 @@ def test_random_angles_are_frozen_saved_and_set_by_the_seed():
     assert abs(torch.corrcoef(both)[0, 1]) < 0.1 and abs(both[1].std() - 0.3) < 0.02
 
 
+def test_fresh_steps_belong_to_the_prefix_and_not_to_the_token():
+    fresh = tiny("fresh_qk", seed=1).transport.rotation
+    table, idx = fresh.bits.view(torch.float32), ids(2, 400)
+    steps, once_more = fresh.steps(idx, None, {}), idx.clone()
+    once_more[:, 100] = (once_more[:, 100] + 1) % 64
+    other = fresh.steps(once_more, None, {})
+    assert torch.equal(steps[:, :100], other[:, :100]) and (steps != other)[:, 100:].all()
+    rows = (steps.flatten(2)[:, :, None] == table).all(-1)
+    assert (rows.sum(-1) == 1).all()                         # rows of the table, each as often as by chance
+    assert (rows.sum((0, 1)) > 0).sum() == 64 and (rows[idx == idx[0, 0]].sum(0) > 0).sum() > 6
+
+
 def test_values_by_a_table_of_their_own_equal_the_definition():
     model, idx = tiny("accum_qk_v", torch.float64), ids(2, 9)
     x = model.wte(idx)

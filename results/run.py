@@ -87,7 +87,8 @@ TABLES = {
     ],
     "ablation": [
         *(run for sigma in (0.03, 0.1, 0.3, 1, 10) for run in runs("ablation", "random_qk", sigma=sigma)),
-        *(run for n_head in (1, 4) for run in runs("ablation", "random_qk random_qkv", n_head=n_head)),
+        *runs("ablation", "random_qkv fresh_qk"),
+        *runs("ablation", "random_qk random_qkv", n_head=4),
         *(run for n_layer in (2, 8) for run in runs("ablation", "random_qk", n_layer=n_layer)),
         *runs("ablation", "random_qk", qk_norm=""),
         *(run for scale in (1, 0.25, 0.0625, 0.015625)
