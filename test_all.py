@@ -212,6 +212,23 @@ def test_padded_keys_are_hidden_by_the_key_bias(hidden, side, T, short_segments)
         assert (plain - seen).abs().max() < 1e-11
 
 
+@pytest.mark.parametrize("pos", ["path", "householder_qkv"])
+def test_a_short_convolution_must_read_zeros_where_text_is_padded(pos):
+    own, T, pad = tiny(pos, torch.float64).h[0].attn.transport, 12, 5
+    q, k, v = (randn(1, 2, pad + T, 16, seed=s) for s in range(3))
+    x, bias = F.pad(randn(1, T, 32, seed=3), (0, 0, pad, 0)), torch.zeros(1, 1, pad + T)
+    bias[..., :pad] = -math.inf
+
+    def attended(x, q, k, v, bias=None):
+        carried = own(ids(1, x.size(1)), x)
+        return attend(q, k, v, carried["rotation"], carried.get("values"), bias)
+
+    alone = attended(x[:, pad:], *(y[:, :, pad:] for y in (q, k, v)))
+    assert (attended(x, q, k, v, bias)[:, :, pad:] - alone).abs().max() < 1e-11
+    x[:, :pad] = 1
+    assert (attended(x, q, k, v, bias)[:, :, pad:] - alone).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("B1,H1", [(1, 1), (1, 3), (2, 1)])
 def test_broadcast_phases(B1, H1):
     q, k, v = (randn(2, 3, 9, 8, seed=s) for s in range(3))
@@ -2357,8 +2374,11 @@ def test_errors_are_over_stretches_and_over_seeds():
     assert run.mean_and_error(values[:1]) == (2.0, 1.0)
     one, other = made_up_runs("random_qkv", values), made_up_runs("random_qk", values - 1)
     assert run.ratio(one, "last", 4096) == f"{math.exp(3):.2f} ± {math.exp(3) * math.hypot(1.5, 1.0):.2f}"
-    table = run.carried_table({"random_qk": other, "random_qkv": one})
-    assert "| `random_qkv` | 2 | +0.000 ± 0.000 | +1.000 ± 0.000 | +2.000 ± 0.000 |" in table
+    named = {"random_qk": other, "random_qkv": one, "random_qkv-out_norm": one, "random_qkv+ssmax": other}
+    table = run.difference_table(named).splitlines()
+    assert table[2] == "| `random_qkv` | `random_qk` | 2 | +0.000 ± 0.000 | +1.000 ± 0.000 | +2.000 ± 0.000 |"
+    assert [row.split("|")[1:3] for row in table[3:]] == [
+        [" `random_qkv-out_norm` ", " `random_qkv` "], [" `random_qkv+ssmax` ", " `random_qkv` "]]
 
 
 def test_findings_and_the_papers_numbers_come_from_the_runs():

@@ -75,6 +75,7 @@ TABLES = {
         *runs("debian", "random_qk random_qkv random_qk_v", (1, 2, 3), out_norm=""),
         *runs("debian", "rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk householder_qkv path"),
         *runs("debian", "fox rope+alibi accum_qkv+alibi"),
+        *runs("debian", "random_qkv+ssmax"),
         *runs("debian", "random_qk_v+ssmax", out_norm=""),
         *runs("debian", "random_qk random_qkv", (1, 2, 3), also=" --logn"),
         *runs("debian", "rope path", also=" --logn"),
@@ -245,19 +246,25 @@ def ratio_table(results, columns):
     return markdown(["scheme", "seeds", f"perplexity {first['unit']} at {base:,}", *titles], rows)
 
 
-def carried_table(results):
-    """What carrying values does to the same scheme: loss of `_qkv` or `_qk_v` minus that of `_qk`, paired."""
+DIFFERENCES = ("_qkv|_qk_v", "_qk"), ("-out_norm", ""), (r"\+(logn|ssmax)", "")
+
+
+def difference_table(results):
+    """What one thing more does to a scheme: carried values, the norm, a scale. Loss by `last`, paired."""
     first = next(iter(results.values()))[0]
     rows = []
-    for name, one in results.items():
-        other = results.get(re.sub("_qkv|_qk_v", "_qk", name), one)
-        if other is not one:
+    for more, less in DIFFERENCES:
+        for name, one in results.items():
+            other_name = re.sub(more, less, name)
+            if other_name == name or other_name not in results:
+                continue
+            other = results[other_name]
             n, cells = min(len(one), len(other)), []
             for context in contexts(first):
                 paired = losses(one[:n], "last", context) - losses(other[:n], "last", context)
                 cells.append("{:+.3f} ± {:.3f}".format(*mean_and_error(paired)))
-            rows.append([f"`{name}`", f"{n}", *cells])
-    return markdown(["scheme", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
+            rows.append([f"`{name}`", f"`{other_name}`", f"{n}", *cells])
+    return markdown(["scheme", "minus", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
 
 
 def short(name):
@@ -409,8 +416,8 @@ Made by `python results/run.py {table}`; the first run:
             ratio_table(results, [("last", context) for context in longer]),
             "\n`window`, all tokens of the stretches:\n",
             ratio_table(results, [("window", context) for context in longer]),
-            "\nValues carried: loss by `last` of `_qkv` or `_qk_v` minus that of `_qk`, in nats:\n",
-            carried_table(results),
+            "\nLoss by `last` of one scheme minus that of another, in nats, paired by stretch and seed:\n",
+            difference_table(results),
         ]
     return "\n".join(parts) + "\n"
 
