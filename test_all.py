@@ -1989,6 +1989,14 @@ def test_schedule_flops_and_device_choice(monkeypatch):
     assert train.pick_dtype("float32", "cuda") is torch.float32
 
 
+def test_denormal_numbers_count_as_zero():
+    torch.set_flush_denormal(False)
+    tiny_numbers = torch.full((1_000_000,), 1e-39)           # as many as all threads share
+    assert (tiny_numbers / 2 > 0).all()
+    train.pick_device("cpu")
+    assert (tiny_numbers / 2 == 0).all()
+
+
 def test_mfu_is_of_the_very_device():
     """Dense bfloat16 peaks by the names that torch.cuda.get_device_name gives; none for what is not known."""
     peaks = {
