@@ -267,7 +267,7 @@ def bias_mask(bias, zero, rows, keys, dtype):
     """Bias of every pair, for slices of positions: (B|1, H|1, rows, keys), -inf ahead of the row."""
     mask = (bias[..., None, keys] - zero[..., rows, None]).to(dtype)
     ahead = torch.ones_like(mask[0, 0], dtype=torch.bool).triu(1 + rows.start - keys.start)
-    return mask.masked_fill(ahead, -math.inf)
+    return mask.masked_fill_(ahead, -math.inf)
 
 
 def masked_attention(q, k, v, bias):
