@@ -89,7 +89,7 @@ TABLES = {
     "ablation": [
         *(run for sigma in (0.03, 0.1, 0.3, 1, 10) for run in runs("ablation", "random_qk", sigma=sigma)),
         *runs("ablation", "random_qkv fresh_qk"),
-        *runs("ablation", "random_qk random_qkv", n_head=4),
+        *(run for n_head in (1, 4) for run in runs("ablation", "random_qk random_qkv", n_head=n_head)),
         *(run for n_layer in (2, 8) for run in runs("ablation", "random_qk", n_layer=n_layer)),
         *runs("ablation", "random_qk", qk_norm=""),
         *(run for scale in (1, 0.25, 0.0625, 0.015625)
@@ -264,7 +264,7 @@ def difference_table(results):
                 paired = losses(one[:n], "last", context) - losses(other[:n], "last", context)
                 cells.append("{:+.3f} ± {:.3f}".format(*mean_and_error(paired)))
             rows.append([f"`{name}`", f"`{other_name}`", f"{n}", *cells])
-    return markdown(["scheme", "minus", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
+    return rows and markdown(["scheme", "minus", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
 
 
 def short(name):
@@ -416,9 +416,11 @@ Made by `python results/run.py {table}`; the first run:
             ratio_table(results, [("last", context) for context in longer]),
             "\n`window`, all tokens of the stretches:\n",
             ratio_table(results, [("window", context) for context in longer]),
-            "\nLoss by `last` of one scheme minus that of another, in nats, paired by stretch and seed:\n",
-            difference_table(results),
         ]
+        differences = difference_table(results)
+        if differences:
+            parts.append("\nLoss by `last` of one scheme minus that of another, in nats, paired by stretch and "
+                         f"seed:\n\n{differences}")
     return "\n".join(parts) + "\n"
 
 
