@@ -264,7 +264,9 @@ def difference_table(results):
                 paired = losses(one[:n], "last", context) - losses(other[:n], "last", context)
                 cells.append("{:+.3f} ± {:.3f}".format(*mean_and_error(paired)))
             rows.append([f"`{name}`", f"`{other_name}`", f"{n}", *cells])
-    return rows and markdown(["scheme", "minus", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
+    if not rows:
+        return ""
+    return markdown(["scheme", "minus", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
 
 
 def short(name):
