@@ -2323,6 +2323,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     os.makedirs("data/debian")                                               # its corpus is made already
     monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "CORPUS", tmp_path / "results/corpus.json")
     monkeypatch.setattr(run, "SETTINGS", settings)
     monkeypatch.setattr(run, "TABLES", {"debian": [*run.runs("debian", "accum_qk accum_qkv")]})
     monkeypatch.setattr(run, "MEASURED", {"debian-accum_qkv": "out/debian-accum_qkv"})
@@ -2345,7 +2346,11 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     assert calls == ["train.py --resume", evaluated, "train.py out/debian-accum_qkv", evaluated, evaluated,
                      "theory.py 128"]
 
-    names = "debian", "findings", "copy", "paper", "causes"
+    statistics = run.token_statistics(np.array([0, 0, 1, 256]), data.encoding("bytes"))
+    assert statistics == {"encoding": "bytes", "tokens": 4, "bytes_per_token": (3 + 13) / 4, "sum_p2": 0.375,
+                          "repeats": pytest.approx(1 / 3)}                   # 13: <|endoftext|>
+    run.CORPUS.write_text(json.dumps([statistics]))
+    names = "debian", "findings", "copy", "corpus", "paper", "causes"
     marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]
     Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
     run.main("tables")
@@ -2398,7 +2403,7 @@ def test_findings_and_the_papers_numbers_come_from_the_runs():
     lines = run.findings(results).splitlines()
     assert len(lines) == len(run.FINDINGS) and "3 seeds disagree" in lines[3] and "agree" in lines[0]
     assert f"`random_qk` {math.exp(0.1):.2f}" in lines[0]
-    line = run.paper_table(results).splitlines()[2]
+    line = run.paper_table(results, 2.9).splitlines()[2]
     assert line == f"| `rope` | 16x | 16.20 | {math.exp(0.1):.2f} | {16.2 ** (1 / 4.5):.2f} | " + (
         f"{math.exp(0.1 / 2.9):.2f} |")
 

@@ -29,6 +29,7 @@ from eval_extrapolate import cell, plot
 from model import load_model
 from theory import plot as theory_plot
 
+CORPUS = ROOT / "results" / "corpus.json"
 PACKAGES = "linux-doc-6.1 python3.11-doc".split()
 # glibc gives the memory of a step back and fetches it again: 18 % of a step, with a vocabulary of 8,192
 MALLOC = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2 ** 33))
@@ -145,10 +146,36 @@ def make_debian():
         data.prepare(debian_documents(Path(top)), Path("data/debian"), ", ".join(PACKAGES), "gpt2:8192")
 
 
+def token_statistics(tokens, encoding):
+    """How tokens (N,) of a text come: what decides how soon sums of their angles mix."""
+    counts = np.bincount(tokens)
+    sizes = [len(encoding.decode_single_token_bytes(i)) for i in range(len(counts))]
+    return {
+        "encoding": encoding.name,
+        "tokens": len(tokens),
+        "bytes_per_token": counts @ sizes / len(tokens),
+        "sum_p2": ((counts / len(tokens)) ** 2).sum(),
+        "repeats": (tokens[1:] == tokens[:-1]).mean(),
+    }
+
+
+def describe_corpus():
+    """The held-out text of data/debian in its own encoding and in GPT-2's whole one -> results/corpus.json."""
+    name = json.loads(Path("data/debian/meta.json").read_text())["encoding"]
+    own, whole = data.encoding(name), data.encoding("gpt2")
+    tokens = data.load("data/debian", "val", 1)
+    again = whole.encode(own.decode(tokens.tolist()), allowed_special="all")
+    rows = [token_statistics(tokens, own), token_statistics(np.array(again), whole)]
+    data.write_json(CORPUS, rows)
+
+
 def make(table):
     """Train and evaluate every run of a table that is not finished, one after the other."""
-    if "--data debian" in TABLES[table][0].train and not Path("data/debian").exists():
-        make_debian()
+    if "--data debian" in TABLES[table][0].train:
+        if not Path("data/debian").exists():
+            make_debian()
+        if not CORPUS.exists():
+            describe_corpus()
     for run in TABLES[table]:
         folder, path = Path("out", run.folder), ROOT / "results" / f"{run.name}.json"
         ckpt = folder / "ckpt.pt"
@@ -312,6 +339,15 @@ def theory_table(results):
     return markdown(titles, rows)
 
 
+def corpus_table(corpus):
+    """How tokens come, in two encodings of the same text."""
+    rows = []
+    for row in corpus:
+        rows.append([f"`{row['encoding']}`", f"{row['bytes_per_token']:.2f}", f"{row['sum_p2']:.4f}",
+                     f"{row['repeats']:.1%}"])
+    return markdown(["held-out text in", "bytes a token", "sum of p²", "immediate repeats"], rows)
+
+
 def causes_table(results):
     """Loss where attention reads its near or far part only, or the near part whole."""
     titles = list(results[0]["causes"])
@@ -349,10 +385,10 @@ PAPER = [   # scheme, multiple of the training context, ratio of perplexity per 
     ("rope", 16, 16.2), ("random_qk", 16, 1.60), ("random_qk", 128, 7.49), ("random_qkv", 128, 1.59),
     ("alibi", 128, 0.96),
 ]
-BYTES_A_TOKEN = {"paper": 4.5, "here": 2.9}
+PAPER_BYTES = 4.5           # a token of GPT-2's BPE on web text, about
 
 
-def paper_table(results):
+def paper_table(results, bytes_per_token):
     """The paper's ratios beside ours by its protocol, `window`, per token and per byte."""
     rows = []
     for name, times, paper in PAPER:
@@ -360,7 +396,7 @@ def paper_table(results):
             continue
         seeds = results[name]
         here = np.exp(change(seeds, "window", times * seeds[0]["train_context"]).mean())
-        by_byte = paper ** (1 / BYTES_A_TOKEN["paper"]), here ** (1 / BYTES_A_TOKEN["here"])
+        by_byte = paper ** (1 / PAPER_BYTES), here ** (1 / bytes_per_token)
         rows.append([f"`{name}`", f"{times}x", *(f"{number:.2f}" for number in (paper, here, *by_byte))])
     return markdown(["scheme", "context", "paper, per token", "here", "paper, per byte", "here"], rows)
 
@@ -441,7 +477,8 @@ def tables():
     paths = [ROOT / "results" / f"theory-{name}.json" for name in MEASURED]
     measured = [json.loads(path.read_text()) for path in paths if path.exists()]
     main_table = results["debian"]
-    if not main_table or not measured:
+    corpus = json.loads(CORPUS.read_text()) if CORPUS.exists() else []
+    if not main_table or not measured or not corpus:
         raise ValueError("no results to show: make some with run.py debian, and then with run.py theory")
     first = next(iter(main_table.values()))[0]
     base, longest = first["train_context"], first["longest"]
@@ -449,7 +486,8 @@ def tables():
     shown = {
         "debian": ratio_table(main_table, columns),
         "findings": findings(main_table),
-        "paper": paper_table(main_table),
+        "corpus": corpus_table(corpus),
+        "paper": paper_table(main_table, corpus[0]["bytes_per_token"]),
         "copy": copy_table(results.get("copy", {})),
         "causes": causes_table(measured),
     }
