@@ -18,8 +18,9 @@ at 256 tokens, takes longer than all matmuls. Tried there, medians of 5 to 15, a
   PaTH's chunks in a tree    113 against 99 ms a layer
   chunks of 32, of 128       PaTH 122, 129 against 129 ms, reflections 98, 139 against 90
   short convolution, shifts  20 against 9 ms
-  PaTH compiled              112 against 160 ms a layer in float32, after 59 s of CPU time for one layer; the
-                             model of 4 layers, in bfloat16, had a loss of NaN after one step, cause not found
+  PaTH compiled              112 against 160 ms a layer in float32, after 59 s of CPU time for one layer; in
+                             bfloat16 the model, not path_attention alone, has NaN in 56 of 128 channels of
+                             the gradient of k (torch 2.13, one layer of 64 tokens is enough)
 Not run: inverting PaTH's triangle by ten matmuls of 0.9 ms each, where the solve takes 2.
 """
 import json
