@@ -2386,6 +2386,8 @@ def test_errors_are_over_stretches_and_over_seeds():
     assert (mean, error) == (3.0, pytest.approx(math.hypot(1.5, 1.0)))       # stretches 1.5, 4.5; seeds 2, 4
     assert run.mean_and_error(values[:1]) == (2.0, 1.0)
     one, other = made_up_runs("random_qkv", values), made_up_runs("random_qk", values - 1)
+    drawn = run.averaged("all", one)["rows"]
+    assert [row["ratio"] for row in drawn] == [pytest.approx(math.exp(3 * times)) for times in (0, 1, 2)]
     assert run.ratio(one, "last", 4096) == f"{math.exp(3):.2f} ± {math.exp(3) * math.hypot(1.5, 1.0):.2f}"
     named = {"random_qk": other, "random_qkv": one, "random_qkv-out_norm": one, "random_qkv+ssmax": other}
     table = run.difference_table(named).splitlines()
@@ -2400,12 +2402,13 @@ def test_findings_and_the_papers_numbers_come_from_the_runs():
     assert names <= {row for row, *_ in run.TABLES["debian"]}
     results = {name: made_up_runs(name, np.full((3, 4), 0.1)) for name in names}
     results["random_qkv-out_norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))
+    results["rope"] = made_up_runs("rope", np.full((3, 4), 0.2))
     lines = run.findings(results).splitlines()
-    assert len(lines) == len(run.FINDINGS) and "3 seeds disagree" in lines[3] and "agree" in lines[0]
-    assert f"`random_qk` {math.exp(0.1):.2f}" in lines[0]
+    assert len(lines) == len(run.FINDINGS) and lines[3].endswith("(3 seeds disagree).")
+    assert lines[0].endswith("`random_qk` against `rope` at 16x, -0.10 ± 0.00 (3 seeds agree).")
     line = run.paper_table(results, 2.9).splitlines()[2]
-    assert line == f"| `rope` | 16x | 16.20 | {math.exp(0.1):.2f} | {16.2 ** (1 / 4.5):.2f} | " + (
-        f"{math.exp(0.1 / 2.9):.2f} |")
+    assert line == f"| `rope` | 16x | 16.20 | {math.exp(0.2):.2f} | {16.2 ** (1 / 4.5):.2f} | " + (
+        f"{math.exp(0.2 / 2.9):.2f} |")
 
 
 def test_the_english_corpus_has_no_translations_and_no_runs_of_blanks(tmp_path):

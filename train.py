@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import data
 from model import GPT, GPTConfig, is_positional, load_model, option
-from transport import SCHEMES
+from transport import KINDS, SCHEMES
 
 PRESETS = {
     "tiny": dict(n_layer=4, n_head=2, n_embd=128, data="stdlib", block_size=256, batch_size=16,
@@ -81,7 +81,7 @@ def parse_args(argv=None):
     schemes = "\n".join(f"  {name:<16} {scheme.kind}: {scheme.about}" for name, scheme in SCHEMES.items())
     parser = data.Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"schemes for --pos (ROTATION, BIAS or ROTATION+BIAS):\n{schemes}")
+        epilog=f"schemes for --pos ({', '.join(KINDS)}, or several joined by +):\n{schemes}")
     parser.add_argument("--resume", action="store_true",
                         help="continue the run in --out_dir; other flags hold from there on, its model stays")
     for f in fields(GPTConfig) + fields(TrainConfig):
@@ -111,7 +111,7 @@ def configured(cls, values):
 # Device and ranks
 
 def pick_device(name):
-    """Also, on CPU, numbers below 1e-38 count as zero: they make a forget gate's gradient five times slower."""
+    """On CPU numbers below 1e-38 count as zero: they make a forget gate's gradient five times slower."""
     torch.set_flush_denormal(True)
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -603,8 +603,8 @@ class LearnedAngles(Angles):
 
 
 class FreshAngles(RandomAngles):
-    """A row of the table for every prefix of the text, whatever its last token is: steps drawn afresh at every
-    position, and the same again for the same text."""
+    """A row of the table for every prefix of the text, whatever its last token is: steps drawn afresh at
+    every position, and the same again for the same text."""
 
     def steps(self, idx, x, past):
         rows = past.get("row", 0) + idx.cumsum(-1)
@@ -770,7 +770,7 @@ SCHEMES = {
     "random_qk": Scheme("rotation", RandomAngles, False, "frozen random angle per token id and pair"),
     "random_qkv": Scheme("rotation", RandomAngles, True, "frozen random angles, values too"),
     "random_qk_v": Scheme("rotation", RandomAngles, RandomValueAngles, "values by other random angles"),
-    "fresh_qk": Scheme("rotation", FreshAngles, False, "frozen random angle per prefix of the text (control)"),
+    "fresh_qk": Scheme("rotation", FreshAngles, False, "frozen random angle per prefix (control)"),
     "accum_qk": Scheme("rotation", LearnedAngles, False, "learned angle per token id and pair"),
     "accum_qkv": Scheme("rotation", LearnedAngles, True, "learned angles per token id, values too"),
     "accum_qk_v": Scheme("rotation", LearnedAngles, LearnedValueAngles, "values by other learned angles"),

@@ -160,7 +160,7 @@ def token_statistics(tokens, encoding):
 
 
 def describe_corpus():
-    """The held-out text of data/debian in its own encoding and in GPT-2's whole one -> results/corpus.json."""
+    """data/debian's held-out text in its own encoding and in GPT-2's whole one -> results/corpus.json."""
     name = json.loads(Path("data/debian/meta.json").read_text())["encoding"]
     own, whole = data.encoding(name), data.encoding("gpt2")
     tokens = data.load("data/debian", "val", 1)
@@ -247,6 +247,15 @@ def mean_and_error(values):
         if count > 1:
             variance += values.mean(1 - axis).var(ddof=1) / count
     return values.mean(), variance ** 0.5
+
+
+def averaged(name, results):
+    """What `plot` draws of a row of the table: one result, with ratios over all seeds."""
+    rows = []
+    for context in contexts(results[0]):
+        mean = change(results, "last", context).mean()
+        rows.append({"protocol": "last", "context": context, "ratio": float(np.exp(mean))})
+    return results[0] | {"run": name, "rows": rows}
 
 
 def ratio(results, protocol, context):
@@ -339,13 +348,13 @@ def theory_table(results):
     return markdown(titles, rows)
 
 
-def corpus_table(corpus):
+def corpus_lines(corpus):
     """How tokens come, in two encodings of the same text."""
-    rows = []
+    lines = []
     for row in corpus:
-        rows.append([f"`{row['encoding']}`", f"{row['bytes_per_token']:.2f}", f"{row['sum_p2']:.4f}",
-                     f"{row['repeats']:.1%}"])
-    return markdown(["held-out text in", "bytes a token", "sum of p²", "immediate repeats"], rows)
+        lines.append(f"- in `{row['encoding']}` {row['bytes_per_token']:.2f} bytes a token, "
+                     f"{row['repeats']:.1%} repeats, sum of squared frequencies {row['sum_p2']:.4f}")
+    return "\n".join(lines)
 
 
 def causes_table(results):
@@ -406,11 +415,11 @@ FIGURE = ("rope random_qk random_qkv random_qkv-out_norm random_qk_v-out_norm ra
 FINDINGS = [   # what the numbers say; two rows of the table; the context, as a multiple of that in training
     ("Accumulated rotations extrapolate where RoPE fails", "random_qk", "rope", 16),
     ("Rotations alone degrade, a distance bias does not", "alibi", "random_qk", 128),
-    ("Carrying values, alone", "random_qkv", "random_qk", 128),
-    ("Carrying values, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128),
-    ("Values by angles of their own, with the norm", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
-    ("Logits that grow with ln i, alone, hold far mass", "random_qkv+logn", "random_qkv", 128),
-    ("They need a score gap, which RoPE has not", "rope+logn", "rope", 128),
+    ("Carrying values, alone, gains nothing", "random_qkv", "random_qk", 128),
+    ("With a norm after attention it does", "random_qkv-out_norm", "random_qk-out_norm", 128),
+    ("Values by angles of their own gain more", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
+    ("Logits that grow with ln i hold perplexity", "random_qkv+logn", "random_qkv", 128),
+    ("Not RoPE's, whose score gap is gone at that length", "rope+logn", "rope", 128),
 ]
 
 
@@ -426,9 +435,8 @@ def findings(results):
         mean, error = mean_and_error(paired)
         agree = abs(np.sign(paired.mean(1)).sum()) == n
         certain = "one seed" if n == 1 else f"{n} seeds " + ("agree" if agree else "disagree")
-        ratios = ratio(one, "last", context), ratio(other, "last", context)
-        lines.append(f"- {text}: `{name}` {ratios[0]}, `{other_name}` {ratios[1]} at {times}x "
-                     f"(log ratio {mean:+.2f} ± {error:.2f}, paired; {certain}).")
+        lines.append(f"- {text}: `{name}` against `{other_name}` at {times}x, {mean:+.2f} ± {error:.2f} "
+                     f"({certain}).")
     return "\n".join(lines)
 
 
@@ -457,8 +465,8 @@ Made by `python results/run.py {table}`; the first run:
         ]
         differences = difference_table(results)
         if differences:
-            parts.append("\nLoss by `last` of one scheme minus that of another, in nats, paired by stretch and "
-                         f"seed:\n\n{differences}")
+            parts.append("\nLoss by `last` of one scheme minus that of another, in nats, paired by stretch "
+                         f"and seed:\n\n{differences}")
     return "\n".join(parts) + "\n"
 
 
@@ -486,7 +494,7 @@ def tables():
     shown = {
         "debian": ratio_table(main_table, columns),
         "findings": findings(main_table),
-        "corpus": corpus_table(corpus),
+        "corpus": corpus_lines(corpus),
         "paper": paper_table(main_table, corpus[0]["bytes_per_token"]),
         "copy": copy_table(results.get("copy", {})),
         "causes": causes_table(measured),
@@ -509,7 +517,7 @@ over seeds, ± one standard error over stretches of text and, where there are se
     (ROOT / "results" / "README.md").write_text("\n".join(parts))
     (ROOT / "README.md").write_text(readme)
 
-    labelled = [main_table[name][0] | {"run": name} for name in FIGURE if name in main_table]
+    labelled = [averaged(name, main_table[name]) for name in FIGURE if name in main_table]
     plot(labelled or [first]).savefig(ROOT / "assets" / "extrapolation.png")
     labelled = [result | {"run": short(result["run"])} for result in measured if "+logn" not in result["run"]]
     theory_plot(labelled).savefig(ROOT / "assets" / "theory.png")
