@@ -143,6 +143,8 @@ class Progress:
 
 def add_logn(model, train_context):
     """Make a model that of the scheme +logn, with the same weights. ValueError if it has a scale already."""
+    if parse(model.config.pos)[2]:
+        raise ValueError(f"--logn: {model.config.pos} scales its logits already")
     config = replace(model.config, pos=f"{model.config.pos}+logn", train_context=max(2, train_context))
     model.config, model.transport.scale = config, LogLength(config)
 

@@ -234,7 +234,7 @@ def load_model(path, device="cpu"):
     try:
         with warnings.catch_warnings():                      # torch says more than one line of foreign files
             warnings.simplefilter("ignore")
-            saved = torch.load(path, map_location=device, weights_only=True)
+            saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"no checkpoint at {path}: train one with train.py --out_dir {Path(path).parent}")
     except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError) as e:

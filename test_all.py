@@ -2396,6 +2396,39 @@ def test_errors_are_over_stretches_and_over_seeds():
         [" `random_qkv-out_norm` ", " `random_qkv` "], [" `random_qkv+ssmax` ", " `random_qkv` "]]
 
 
+def test_results_of_other_flags_seeds_or_checkpoints_are_not_mixed(tmp_path, monkeypatch):
+    run, ckpt = importlib.import_module("results.run"), tmp_path / "ckpt.pt"
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    table = [*run.runs("debian", "rope random_qk", (1, 2, 3))]
+    monkeypatch.setattr(run, "TABLES", {"debian": table})
+    (tmp_path / "results").mkdir()
+    ckpt.write_text("weights")
+    for made in table:
+        path, commands = tmp_path / "results" / f"{made.name}.json", [made.train, made.evaluate]
+        result = {"text": "t", "unit": "u", "train_context": 256, "checkpoint": run.digest(ckpt)}
+        if made.name != "debian-rope-seed2":
+            run.keep(path, result, commands, ckpt)
+            assert run.is_made(path, commands, ckpt) and not run.is_made(path, commands[:1], ckpt)
+    assert {row: len(seeds) for row, seeds in run.load("debian").items()} == {"rope": 1, "random_qk": 3}
+
+    run.keep(path, result, [table[-1].train + " --max_iters 7", table[-1].evaluate], ckpt)
+    with pytest.raises(ValueError, match="random_qk-seed3.json differs in its commands"):
+        run.load("debian")
+    ckpt.write_text("other weights")
+    assert not run.is_made(path, [table[-1].train + " --max_iters 7", table[-1].evaluate], ckpt)
+    with pytest.raises(ValueError, match="written to while"):
+        run.keep(path, result, commands, ckpt)
+
+    configs = [dataclasses.asdict(config) for config in (train.TrainConfig(), GPTConfig())]
+    preset = train.parse_args(table[0].train.split()[1:])
+    saved = {key: {name: (preset[0] | preset[1]).get(name, value) for name, value in config.items()}
+             for key, config in zip(("train_config", "model_config"), configs)}
+    run.check_flags(table[0], saved)
+    saved["train_config"]["max_iters"] = 400
+    with pytest.raises(ValueError, match="out/debian-rope was trained with another max_iters: move it away"):
+        run.check_flags(table[0], saved)
+
+
 def test_findings_and_the_papers_numbers_come_from_the_runs():
     run = importlib.import_module("results.run")
     names = {name for _, *pair, _ in run.FINDINGS for name in pair} | {name for name, *_ in run.PAPER}
@@ -2405,7 +2438,7 @@ def test_findings_and_the_papers_numbers_come_from_the_runs():
     results["rope"] = made_up_runs("rope", np.full((3, 4), 0.2))
     lines = run.findings(results).splitlines()
     assert len(lines) == len(run.FINDINGS) and lines[3].endswith("(3 seeds disagree).")
-    assert lines[0].endswith("`random_qk` against `rope` at 16x, -0.10 ± 0.00 (3 seeds agree).")
+    assert lines[0].endswith("`random_qk` against `rope` at 16x, **-0.10** ± 0.00 (3 seeds agree).")
     line = run.paper_table(results, 2.9).splitlines()[2]
     assert line == f"| `rope` | 16x | 16.20 | {math.exp(0.2):.2f} | {16.2 ** (1 / 4.5):.2f} | " + (
         f"{math.exp(0.2 / 2.9):.2f} |")

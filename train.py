@@ -305,8 +305,6 @@ class Run:
         self.device, _, self.world_size = join_ranks(config.device)
         dtype = pick_dtype(config.dtype, self.device)
         self.ctx = autocast(self.device, dtype)
-        # TF32 for a float32 run; under autocast only the transport multiplies in float32, and needs the bits
-        torch.set_float32_matmul_precision("high" if dtype == torch.float32 else "highest")
         self.raw_model = model.to(self.device).train()
         self.optimizer = make_optimizer(model, config)
         self.iter_num, self.best_val_loss = 0, math.inf

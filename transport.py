@@ -150,7 +150,8 @@ def attend(q, k, v, transport=None, value_transport=None, key_bias=None, past=No
     after the 1/sqrt(d) scale: slope * place for ALiBi, `forget_bias`, or -inf or -1e9 to hide padded keys.
     past: a dict, empty at first, that keeps encoded keys and values; k, v and transports are then those of
     the new positions, key_bias that of all.
-    -> (B, H, T, d) in q's dtype; differentiable, float64 to bfloat16, memory linear in T_k.
+    -> (B, H, T, d) in q's dtype; differentiable, float64 to bfloat16, memory linear in T_k, but for a mask of
+    T x T_k where 1 < T < T_k.
     Raises ValueError on shapes that do not fit, before `past` is touched.
     """
     check_shapes(q, k, v, key_bias, past)
@@ -603,8 +604,8 @@ class LearnedAngles(Angles):
 
 
 class FreshAngles(RandomAngles):
-    """A row of the table for every prefix of the text, whatever its last token is: steps drawn afresh at
-    every position, and the same again for the same text."""
+    """The row of the table is the sum of all ids so far, modulo its size: steps look drawn afresh at every
+    position, whatever its token is, and are the same again for the same text."""
 
     def steps(self, idx, x, past):
         rows = past.get("row", 0) + idx.cumsum(-1)

@@ -28,6 +28,7 @@ import data
 from eval_extrapolate import cell, plot
 from model import load_model
 from theory import plot as theory_plot
+from train import parse_args
 
 CORPUS = ROOT / "results" / "corpus.json"
 PACKAGES = "linux-doc-6.1 python3.11-doc".split()
@@ -169,6 +170,33 @@ def describe_corpus():
     data.write_json(CORPUS, rows)
 
 
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def is_made(path, commands, ckpt):
+    """Does path hold a result of these commands, from this very checkpoint?"""
+    result = json.loads(path.read_text()) if path.exists() else {}
+    return (result.get("commands"), result.get("checkpoint")) == (commands, digest(ckpt))
+
+
+def keep(path, result, commands, ckpt):
+    """Write a result into results/, with what made it. ValueError if it is not of this checkpoint."""
+    if result.get("checkpoint", digest(ckpt)) != digest(ckpt):
+        raise ValueError(f"{ckpt} was written to while it was read: call run.py again, once")
+    made_by = {"commands": commands, "checkpoint": digest(ckpt), "cpu": cpu()}
+    data.write_json(path, result | made_by)
+
+
+def check_flags(run, saved):
+    """Raise ValueError if a checkpoint was trained with other flags than its row of the table has."""
+    preset, given, _ = parse_args(run.train.split()[1:])
+    found = saved["train_config"] | saved["model_config"] | {"out_dir": given["out_dir"]}
+    others = [name for name, value in (preset | given).items() if found.get(name, value) != value]
+    if others:
+        raise ValueError(f"out/{run.folder} was trained with another {', '.join(others)}: move it away")
+
+
 def make(table):
     """Train and evaluate every run of a table that is not finished, one after the other."""
     if "--data debian" in TABLES[table][0].train:
@@ -178,49 +206,54 @@ def make(table):
             describe_corpus()
     for run in TABLES[table]:
         folder, path = Path("out", run.folder), ROOT / "results" / f"{run.name}.json"
-        ckpt = folder / "ckpt.pt"
+        ckpt, commands = folder / "ckpt.pt", [run.train, run.evaluate]
         if not ckpt.exists():
             call(run.train)
         saved = load_model(ckpt)[1]
+        check_flags(run, saved)
         if saved["iter_num"] < saved["train_config"]["max_iters"]:
             call(f"{run.train} --resume")
 
-        result = json.loads(path.read_text()) if path.exists() else {}
-        digest = hashlib.sha256(ckpt.read_bytes()).hexdigest()
-        if result.get("commands") == [run.train, run.evaluate] and result["checkpoint"] == digest:
+        if is_made(path, commands, ckpt):
             print(f"{run.name} is finished")
             continue
         call(run.evaluate)
-        result = json.loads((folder / "extrapolate.json").read_text())
-        data.write_json(path, result | {"commands": [run.train, run.evaluate], "cpu": cpu()})
+        keep(path, json.loads((folder / "extrapolate.json").read_text()), commands, ckpt)
 
 
 def measure():
     """The quantities of the theory on some trained models."""
     for name, flags in MEASURED.items():
-        command = f"theory.py {flags} {MEASUREMENT}"
-        path = ROOT / "results" / f"theory-{name}.json"
-        if not path.exists():
+        command, folder = f"theory.py {flags} {MEASUREMENT}", Path(flags.split()[0])
+        path, ckpt = ROOT / "results" / f"theory-{name}.json", folder / "ckpt.pt"
+        if ckpt.exists() and not is_made(path, [command], ckpt):
             call(command)
-            result = json.loads(Path(flags.split()[0], "theory.json").read_text())
-            data.write_json(path, result | {"run": name, "command": command, "cpu": cpu()})
+            result = json.loads((folder / "theory.json").read_text())
+            keep(path, result | {"run": name}, [command], ckpt)
 
 
 # -----------------------------------------------------------------------------------------------------------
 # Showing
 
 def load(table):
-    """Results by row, a list over seeds, of runs that are there. ValueError where they cannot be compared."""
-    rows, first = {}, None
+    """Results by row, a list over seeds 1, 2, ..., as far as runs are there: rows are paired seed by seed.
+
+    Raises ValueError where they cannot be compared, or were made by other commands.
+    """
+    rows, first, ended = {}, None, set()
     for run in TABLES[table]:
         path = ROOT / "results" / f"{run.name}.json"
-        if path.exists():
-            result = json.loads(path.read_text())
-            first = first or result
-            for key in ("text", "unit", "train_context"):
-                if key not in result or result[key] != first[key]:
-                    raise ValueError(f"{path} differs in {key}: make it again, run.py {table}")
-            rows.setdefault(run.row, []).append(result)
+        if run.row in ended or not path.exists():
+            ended.add(run.row)
+            continue
+        result = json.loads(path.read_text())
+        first = first or result
+        for key in ("text", "unit", "train_context"):
+            if result[key] != first[key]:
+                raise ValueError(f"{path} differs in {key}: make it again, run.py {table}")
+        if result["commands"] != [run.train, run.evaluate]:
+            raise ValueError(f"{path} differs in its commands: make it again, run.py {table}")
+        rows.setdefault(run.row, []).append(result)
     return rows
 
 
@@ -254,17 +287,21 @@ def averaged(name, results):
     rows = []
     for context in contexts(results[0]):
         mean = change(results, "last", context).mean()
-        rows.append({"protocol": "last", "context": context, "ratio": float(np.exp(mean))})
+        ratio = float(np.exp(mean)) if np.isfinite(mean) else None
+        rows.append({"protocol": "last", "context": context, "ratio": ratio})
     return results[0] | {"run": name, "rows": rows}
 
 
 def ratio(results, protocol, context):
     """Perplexity over that at the training context, as a table shows it."""
     mean, error = mean_and_error(change(results, protocol, context))
-    return cell(np.exp(mean), np.exp(mean) * error, digits=2)
+    return cell(np.exp(mean) if np.isfinite(mean) else None, np.exp(mean) * error, digits=2)
 
 
 def markdown(titles, rows):
+    """A table, or nothing where it has no rows."""
+    if not rows:
+        return ""
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -282,7 +319,7 @@ def ratio_table(results, columns):
     return markdown(["scheme", "seeds", f"perplexity {first['unit']} at {base:,}", *titles], rows)
 
 
-DIFFERENCES = ("_qkv|_qk_v", "_qk"), ("-out_norm", ""), (r"\+(logn|ssmax)", "")
+DIFFERENCES = ("_qkv|_qk_v", "_qk"), ("rope_qkv", "rope"), ("-out_norm", ""), (r"\+(logn|ssmax)", "")
 
 
 def difference_table(results):
@@ -300,8 +337,6 @@ def difference_table(results):
                 paired = losses(one[:n], "last", context) - losses(other[:n], "last", context)
                 cells.append("{:+.3f} ± {:.3f}".format(*mean_and_error(paired)))
             rows.append([f"`{name}`", f"`{other_name}`", f"{n}", *cells])
-    if not rows:
-        return ""
     return markdown(["scheme", "minus", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
 
 
@@ -317,14 +352,12 @@ def contexts(result):
 def copy_table(results):
     """Perplexity of a passage that stands in the text a second time, over that without the first copy."""
     rows, distances = [], []
-    for name, seeds in results.items():
-        copies = [[row for row in seed["rows"] if row["protocol"] == "copy"] for seed in seeds]
-        if all(copies):
-            passage = seeds[0]["train_context"] // 4
-            distances = [row["context"] + 1 - passage for row in copies[0]]
-            ratios = [np.mean([row["ratio"] for row in same]) for same in zip(*copies)]
-            rows.append([f"`{name}`", f"{len(seeds)}", *(f"{ratio:.2f}" for ratio in ratios)])
-    return markdown(["scheme", "seeds", *(f"{distance:,}" for distance in distances)], rows)
+    for name, (result, *_) in results.items():              # of one seed
+        copies = [row for row in result["rows"] if row["protocol"] == "copy"]
+        distances = [row["context"] + 1 - result["train_context"] // 4 for row in copies]
+        ratios = [cell(row["ratio"], row["ratio_stderr"], digits=2) for row in copies]
+        rows.append([f"`{name}`", *ratios])
+    return markdown(["scheme", *(f"{distance:,}" for distance in distances)], rows)
 
 
 def theory_table(results):
@@ -368,11 +401,13 @@ def causes_table(results):
 
 
 def speed_tables(costs):
-    """What results/speed.json says, for results/README.md."""
-    steps = costs["steps"]
+    """What results/speed.json says, for results/README.md; it may lack a part."""
+    made = next(iter(costs.values()))
     parts = ["## speed\n\nMade by `python results/speed.py steps`, `large` and `forward`: "
-             f"{steps['clock']}, on {steps['machine']}, with other work on the machine."]
+             f"{made['clock']}, on {made['machine']}."]
     for name in ("steps", "large"):
+        if name not in costs:
+            continue
         rows = []
         for row in costs[name]["rows"]:
             compiled = "yes" if row["compiled"] else "no"
@@ -383,7 +418,7 @@ def speed_tables(costs):
         parts.append(markdown(["model", "dtype", "compiled", "over plain"], rows))
 
     rows = []
-    for row in costs["forward"]["rows"]:
+    for row in costs.get("forward", {"rows": []})["rows"]:
         rows.append([f"{row['context']:,}", f"`{row['model']}`", f"{row['over_alone']:.2f}"])
     parts.append("One layer's forward pass: time over that of its matmuls and SDPA.")
     parts.append(markdown(["context", "model", "over alone"], rows))
@@ -412,14 +447,14 @@ def paper_table(results, bytes_per_token):
 
 FIGURE = ("rope random_qk random_qkv random_qkv-out_norm random_qk_v-out_norm random_qk_v+logn-out_norm "
           "random_qkv+logn alibi").split()
-FINDINGS = [   # what the numbers say; two rows of the table; the context, as a multiple of that in training
-    ("Accumulated rotations extrapolate where RoPE fails", "random_qk", "rope", 16),
-    ("Rotations alone degrade, a distance bias does not", "alibi", "random_qk", 128),
-    ("Carrying values, alone, gains nothing", "random_qkv", "random_qk", 128),
-    ("With a norm after attention it does", "random_qkv-out_norm", "random_qk-out_norm", 128),
-    ("Values by angles of their own gain more", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
-    ("Logits that grow with ln i hold perplexity", "random_qkv+logn", "random_qkv", 128),
-    ("Not RoPE's, whose score gap is gone at that length", "rope+logn", "rope", 128),
+FINDINGS = [   # what is compared; two rows of the table; the context, as a multiple of that in training
+    ("Accumulated rotations against RoPE's", "random_qk", "rope", 16),
+    ("A distance bias against rotations alone", "alibi", "random_qk", 128),
+    ("Values carried, alone", "random_qkv", "random_qk", 128),
+    ("Values carried, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128),
+    ("Values by angles of their own, with the norm", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
+    ("Logits that grow with ln i", "random_qkv+logn", "random_qkv", 128),
+    ("The same for RoPE, whose score gap is gone at this length", "rope+logn", "rope", 128),
 ]
 
 
@@ -435,7 +470,7 @@ def findings(results):
         mean, error = mean_and_error(paired)
         agree = abs(np.sign(paired.mean(1)).sum()) == n
         certain = "one seed" if n == 1 else f"{n} seeds " + ("agree" if agree else "disagree")
-        lines.append(f"- {text}: `{name}` against `{other_name}` at {times}x, {mean:+.2f} ± {error:.2f} "
+        lines.append(f"- {text}: `{name}` against `{other_name}` at {times}x, **{mean:+.2f}** ± {error:.2f} "
                      f"({certain}).")
     return "\n".join(lines)
 
@@ -509,18 +544,17 @@ Written by `python results/run.py tables`. A ratio is the perplexity over that a
 over seeds, ± one standard error over stretches of text and, where there are several, over seeds.
 """]
     parts += [section(table, rows) for table, rows in results.items() if rows]
-    parts.append(f"## theory\n\n    python {measured[0]['command']}\n\n{theory_table(measured)}\n\n"
+    parts.append(f"## theory\n\n    python {measured[0]['commands'][0]}\n\n{theory_table(measured)}\n\n"
                  f"Loss, by what attention reads:\n\n{causes_table(measured)}\n")
     costs = ROOT / "results" / "speed.json"
     if costs.exists():
         parts.append(speed_tables(json.loads(costs.read_text())))
-    (ROOT / "results" / "README.md").write_text("\n".join(parts))
-    (ROOT / "README.md").write_text(readme)
-
     labelled = [averaged(name, main_table[name]) for name in FIGURE if name in main_table]
     plot(labelled or [first]).savefig(ROOT / "assets" / "extrapolation.png")
     labelled = [result | {"run": short(result["run"])} for result in measured if "+logn" not in result["run"]]
     theory_plot(labelled).savefig(ROOT / "assets" / "theory.png")
+    (ROOT / "results" / "README.md").write_text("\n".join(parts))
+    (ROOT / "README.md").write_text(readme)
 
 
 def main(what="", *more):

@@ -133,11 +133,17 @@ def alone(B, T, dtype, n_layer, n_head, n_embd, vocab_size, backward=True):
 def seconds(f):
     """Time of a call: of this process on CPU, of the device's work on CUDA."""
     clock = time.perf_counter if CUDA else time.process_time
+    finish()
     start = clock()
     f()
+    finish()
+    return clock() - start
+
+
+def finish():
+    """Wait for what the device has been given."""
     if CUDA:
         torch.cuda.synchronize()
-    return clock() - start
 
 
 def medians(calls, n):
