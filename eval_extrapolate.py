@@ -94,9 +94,13 @@ def finite(value):
 
 
 def mean_and_error(values):
-    """Mean over stretches and its standard error, which one stretch does not have."""
-    error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return float(values.mean()), float(error)
+    """Mean of (stretches,) or (seeds, stretches), and its standard error over both; NaN over one of each."""
+    variances = []
+    for axis, count in enumerate(values.shape):
+        if count > 1:
+            others = tuple(other for other in range(values.ndim) if other != axis)
+            variances.append(values.mean(others).var(ddof=1) / count)
+    return float(values.mean()), math.sqrt(sum(variances)) if variances else math.nan
 
 
 def summary(nll, base):

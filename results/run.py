@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data
-from eval_extrapolate import cell, plot
+from eval_extrapolate import cell, mean_and_error, plot
 from model import load_model
 from theory import plot as theory_plot
 from train import parse_args
@@ -273,15 +273,6 @@ def change(results, protocol, context):
     return losses(results, protocol, context) - losses(results, protocol, base)
 
 
-def mean_and_error(values):
-    """Mean of (seeds, stretches), and its standard error over stretches and, where there are some, seeds."""
-    variance = 0.0
-    for axis, count in enumerate(values.shape):
-        if count > 1:
-            variance += values.mean(1 - axis).var(ddof=1) / count
-    return values.mean(), variance ** 0.5
-
-
 def averaged(name, results):
     """What `plot` draws of a row of the table: one result, with ratios over all seeds."""
     rows = []
@@ -507,11 +498,11 @@ Made by `python results/run.py {table}`; the first run:
 
 def between_marks(readme, table, text):
     """README.md with this text between the marks of a table."""
-    mark = f"<!-- table: {table} -->\n"
-    if mark not in readme:
-        raise ValueError(f"README.md has no line {mark.strip()}")
-    before, rest = readme.split(mark)
-    return f"{before}{mark}{text}\n{rest[rest.index('<!-- end -->'):]}"
+    mark, end = f"<!-- table: {table} -->\n", "<!-- end -->"
+    readme, found = re.subn(f"{mark}.*?{end}", lambda _: f"{mark}{text}\n{end}", readme, flags=re.DOTALL)
+    if found != 1:
+        raise ValueError(f"README.md needs {mark.strip()} once, with {end} after it")
+    return readme
 
 
 def tables():
