@@ -402,11 +402,13 @@ def speed_tables(costs):
         rows = []
         for row in costs[name]["rows"]:
             compiled = "yes" if row["compiled"] else "no"
-            rows.append([f"`{row['model']}`", row["dtype"], compiled, f"{row['over_plain']:.2f}"])
+            over = ["" if row[key] is None else f"{row[key]:.2f}" for key in ("over_plain", "over_default")]
+            rows.append([f"`{row['model']}`", row["dtype"], compiled, *over])
         shape = f"{costs[name]['n_layer']} x {costs[name]['n_embd']}"
         parts.append(f"Training at {shape}: tokens per second over those of a plain GPT of the same dtype, "
-                     "compiled like it (`plain`; `alone`: its matmuls and SDPA).")
-        parts.append(markdown(["model", "dtype", "compiled", "over plain"], rows))
+                     "compiled like it (`plain`; `alone`: its matmuls and SDPA), and over those of its default, "
+                     "float32 and not compiled.")
+        parts.append(markdown(["model", "dtype", "compiled", "over plain", "over its default"], rows))
 
     rows = []
     for row in costs.get("forward", {"rows": []})["rows"]:
