@@ -84,8 +84,8 @@ TABLES = {
         *runs("debian", "random_qk random_qkv random_qk_v", out_norm="", also=" --logn"),
     ],
     "copy": [
-        *runs("copy", "rope random_qkv alibi fox accum_qkv+alibi"),
-        *runs("copy", "random_qkv", also=" --logn"),
+        *runs("copy", "rope random_qkv path alibi fox accum_qkv+alibi"),
+        *runs("copy", "random_qkv path", also=" --logn"),
         *runs("copy", "random_qk_v", out_norm="", also=" --logn"),
     ],
     "ablation": [
@@ -105,7 +105,9 @@ TABLES = {
 MEASURED = {    # results/theory-NAME.json -> flags of theory.py
     **{f"debian-{run}": f"out/debian-{run}" for run in "rope random_qk random_qkv alibi".split()},
     **{f"debian-{run}-out_norm": f"out/debian-{run}-out_norm" for run in ("random_qkv", "random_qk_v")},
+    "debian-path": "out/debian-path",
     "debian-random_qkv+logn": "out/debian-random_qkv --logn",
+    "debian-path+logn": "out/debian-path --logn",
     "debian-random_qk_v+logn-out_norm": "out/debian-random_qk_v-out_norm --logn",
 }
 MEASUREMENT = "--length 16384 --stretches 2 --causes 8192"
@@ -447,6 +449,7 @@ FINDINGS = [   # what is compared; two rows of the table; the context, as a mult
     ("Values carried, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128),
     ("Values by angles of their own, with the norm", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
     ("Logits that grow with ln i", "random_qkv+logn", "random_qkv", 128),
+    ("The same for PaTH", "path+logn", "path", 128),
     ("The same for RoPE, whose score gap is gone at this length", "rope+logn", "rope", 128),
 ]
 
