@@ -75,12 +75,12 @@ TABLES = {
     "debian": [
         *runs("debian", "nope rope random_qk random_qkv accum_qk accum_qkv alibi", (1, 2, 3)),
         *runs("debian", "random_qk random_qkv random_qk_v", (1, 2, 3), out_norm=""),
-        *runs("debian", "rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk householder_qkv path"),
+        *runs("debian", "path", (1, 2, 3)),
+        *runs("debian", "rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk householder_qkv"),
         *runs("debian", "fox rope+alibi accum_qkv+alibi"),
         *runs("debian", "random_qkv+ssmax"),
         *runs("debian", "random_qk_v+ssmax", out_norm=""),
-        *runs("debian", "random_qk random_qkv", (1, 2, 3), also=" --logn"),
-        *runs("debian", "rope path", also=" --logn"),
+        *runs("debian", "rope random_qk random_qkv path", (1, 2, 3), also=" --logn"),
         *runs("debian", "random_qk random_qkv random_qk_v", out_norm="", also=" --logn"),
     ],
     "copy": [
