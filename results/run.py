@@ -440,8 +440,7 @@ def paper_table(results, bytes_per_token):
     return markdown(["scheme", "context", "paper, per token", "here", "paper, per byte", "here"], rows)
 
 
-FIGURE = ("rope random_qk random_qkv random_qkv-out_norm random_qk_v-out_norm random_qk_v+logn-out_norm "
-          "random_qkv+logn alibi").split()
+FIGURE = "rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn alibi".split()
 FINDINGS = [   # what is compared; two rows of the table; the context, as a multiple of that in training
     ("Accumulated rotations against RoPE's", "random_qk", "rope", 16),
     ("A distance bias against rotations alone", "alibi", "random_qk", 128),
