@@ -6,11 +6,12 @@
     python results/speed.py gpu       training the paper preset on random tokens: rate, MFU, memory; on CUDA
 
 Times are medians of interleaved calls (65,536 tokens: one call; large: one step); on CPU those of one thread
-of this process. Other work on the machine slows it all the same: compare within a table. speed.json was made
-under a load of 3 to 5 on two cores, where the same step differed by up to a third from run to run.
+of this process, on a quiet machine, `steps` and `large` with run.py's two settings of glibc's memory (without
+them the same step may differ by a third from run to run). Differences of 5 % are noise all the same.
 
 A step of the tiny shape has 20 GFLOP of matmuls and 7.5 of attention; SDPA's backward pass, in small blocks
-at 256 tokens, takes longer than all matmuls. Tried there, medians of 5 to 15, and not taken:
+at 256 tokens, takes longer than all matmuls. PaTH adds 12.5 GFLOP of products in float32, more than half of
+the time that it takes beyond RoPE's. Tried there, medians of 5 to 15, and not taken:
   rotations in bfloat16      250 against 250 ms a step (rope), 313 against 320 (accum_qkv): noise
   SDPA in float32            alone 20 against 24 ms forward and back, but 118 against 101 at 512 tokens
   attention written out      in bfloat16 28 against 24 ms, 244 against 101 at 512, and logits are rounded
