@@ -89,6 +89,7 @@ TABLES = {
         *runs("copy", "random_qk_v", out_norm="", also=" --logn"),
     ],
     "ablation": [
+        # sigma 10: uniform angles
         *(run for sigma in (0.03, 0.1, 0.3, 1, 10) for run in runs("ablation", "random_qk", sigma=sigma)),
         *runs("ablation", "random_qkv fresh_qk"),
         *(run for n_head in (1, 4) for run in runs("ablation", "random_qk random_qkv", n_head=n_head)),
