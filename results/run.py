@@ -85,7 +85,8 @@ TABLES = {
     ],
     "copy": [
         *runs("copy", "rope random_qkv path alibi fox accum_qkv+alibi"),
-        *runs("copy", "random_qkv path", also=" --logn"),
+        *runs("copy", "random_qkv", also=" --logn"),
+        *runs("copy", "path", (1, 2), also=" --logn"),
         *runs("copy", "random_qk_v", out_norm="", also=" --logn"),
     ],
     "ablation": [
@@ -346,11 +347,12 @@ def contexts(result):
 def copy_table(results):
     """Perplexity of a passage that stands in the text a second time, over that without the first copy."""
     rows, distances = [], []
-    for name, (result, *_) in results.items():              # of one seed
-        copies = [row for row in result["rows"] if row["protocol"] == "copy"]
-        distances = [row["context"] + 1 - result["train_context"] // 4 for row in copies]
-        ratios = [cell(row["ratio"], row["ratio_stderr"], digits=2) for row in copies]
-        rows.append([f"`{name}`", *ratios])
+    for name, seeds in results.items():
+        for seed, result in enumerate(seeds, 1):
+            copies = [row for row in result["rows"] if row["protocol"] == "copy"]
+            distances = [row["context"] + 1 - result["train_context"] // 4 for row in copies]
+            ratios = [cell(row["ratio"], row["ratio_stderr"], digits=2) for row in copies]
+            rows.append([f"`{name}`" + f", seed {seed}" * (len(seeds) > 1), *ratios])
     return markdown(["scheme", *(f"{distance:,}" for distance in distances)], rows)
 
 
@@ -454,6 +456,7 @@ FINDINGS = [   # what is compared; two rows of the table; the context, as a mult
     ("Logits that grow with ln i", "random_qkv+logn", "random_qkv", 128),
     ("The same for PaTH", "path+logn", "path", 128),
     ("The same for RoPE, whose score gap is gone at this length", "rope+logn", "rope", 128),
+    ("PaTH with them against a distance bias", "path+logn", "alibi", 128),
 ]
 
 
@@ -526,7 +529,7 @@ def tables():
     base, longest = first["train_context"], first["longest"]
     columns = [("last", 4 * base), ("last", 16 * base), ("last", longest), ("window", longest)]
     shown = {
-        "debian": ratio_table({name: main_table[name] for name in main_table if name not in LONG}, columns),
+        "debian": ratio_table({row: main_table[row] for row in main_table if row not in LONG}, columns),
         "findings": findings(main_table),
         "corpus": corpus_lines(corpus),
         "paper": paper_table(main_table, corpus[0]["bytes_per_token"]),
