@@ -411,8 +411,8 @@ def speed_tables(costs):
             rows.append([f"`{row['model']}`", row["dtype"], compiled, *over])
         shape = f"{costs[name]['n_layer']} x {costs[name]['n_embd']}"
         parts.append(f"Training at {shape}: tokens per second over those of a plain GPT of the same dtype, "
-                     "compiled like it (`plain`; `alone`: its matmuls and SDPA), and over those of its default, "
-                     "float32 and not compiled.")
+                     "compiled like it (`plain`; `alone`: its matmuls and SDPA), and over those of its "
+                     "default, float32 and not compiled.")
         parts.append(markdown(["model", "dtype", "compiled", "over plain", "over its default"], rows))
 
     rows = []
