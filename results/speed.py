@@ -263,7 +263,6 @@ def main(what=""):
         data.die(f"usage: speed.py {'|'.join(jobs)}")
     if not CUDA:
         torch.set_num_threads(1)
-    train.pick_device("auto")                                # it sets how tiny numbers count
     path = ROOT / "results" / ("gpu.json" if CUDA else "speed.json")
     clock = "wall time" if CUDA else "CPU time of the process"
     made = {"machine": f"{cpu()}, {train.device_name(DEVICE)}, torch {torch.__version__}", "clock": clock}
