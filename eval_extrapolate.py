@@ -32,7 +32,7 @@ from transport import SCHEMES, LogLength, parse
 
 TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
 MOST_LABELS = 8          # in the figure
-COLORS = "grey black C0 C1 C2 C3 C4 C5 C6 C8 navy teal olive maroon".split()     # nope, rope, the other families
+COLORS = "grey black C0 C1 C2 C3 C4 C5 C6 C8 navy teal olive maroon".split()   # nope, rope, other families
 
 
 def parse_lengths(text, train_context, longest):
