@@ -87,7 +87,6 @@ TABLES = {
         *runs("copy", "rope random_qkv path alibi fox accum_qkv+alibi"),
         *runs("copy", "random_qkv", also=" --logn"),
         *runs("copy", "path", (1, 2), also=" --logn"),
-        *runs("copy", "random_qk_v", out_norm="", also=" --logn"),
     ],
     "ablation": [
         # sigma 10: uniform angles
@@ -186,10 +185,10 @@ def is_made(path, commands, ckpt):
 
 def keep(path, result, commands, ckpt):
     """Write a result into results/, with what made it. ValueError if it is not of this checkpoint."""
-    if result.get("checkpoint", digest(ckpt)) != digest(ckpt):
+    checkpoint = digest(ckpt)
+    if result.get("checkpoint", checkpoint) != checkpoint:
         raise ValueError(f"{ckpt} was written to while it was read: call run.py again, once")
-    made_by = {"commands": commands, "checkpoint": digest(ckpt), "cpu": cpu()}
-    data.write_json(path, result | made_by)
+    data.write_json(path, result | {"commands": commands, "checkpoint": checkpoint, "cpu": cpu()})
 
 
 def check_flags(run, saved):
@@ -226,7 +225,7 @@ def make(table):
 
 
 def measure():
-    """The quantities of the theory on some trained models."""
+    """The quantities of the theory on some trained models, those of them that are there."""
     for name, flags in MEASURED.items():
         command, folder = f"theory.py {flags} {MEASUREMENT}", Path(flags.split()[0])
         path, ckpt = ROOT / "results" / f"theory-{name}.json", folder / "ckpt.pt"
@@ -253,9 +252,9 @@ def load(table):
         result = json.loads(path.read_text())
         first = first or result
         for key in ("text", "unit", "train_context"):
-            if result[key] != first[key]:
+            if key not in result or result[key] != first[key]:
                 raise ValueError(f"{path} differs in {key}: make it again, run.py {table}")
-        if result["commands"] != [run.train, run.evaluate]:
+        if result.get("commands") != [run.train, run.evaluate]:
             raise ValueError(f"{path} differs in its commands: make it again, run.py {table}")
         rows.setdefault(run.row, []).append(result)
     return rows
@@ -275,6 +274,12 @@ def change(results, protocol, context):
     """Loss at a context minus that at the training context: the log of the ratio, (seeds, stretches)."""
     base = results[0]["train_context"]
     return losses(results, protocol, context) - losses(results, protocol, base)
+
+
+def paired(of, one, other, context):
+    """of(results, protocol, context) by `last`, one row minus another, for the seeds that both have."""
+    n = min(len(one), len(other))
+    return of(one[:n], "last", context) - of(other[:n], "last", context)
 
 
 def averaged(name, results):
@@ -326,12 +331,11 @@ def difference_table(results):
             other_name = re.sub(more, less, name)
             if other_name == name or other_name not in results:
                 continue
-            other = results[other_name]
-            n, cells = min(len(one), len(other)), []
+            cells = []
             for context in contexts(first):
-                paired = losses(one[:n], "last", context) - losses(other[:n], "last", context)
-                cells.append("{:+.3f} ± {:.3f}".format(*mean_and_error(paired)))
-            rows.append([f"`{name}`", f"`{other_name}`", f"{n}", *cells])
+                found = paired(losses, one, results[other_name], context)
+                cells.append("{:+.3f} ± {:.3f}".format(*mean_and_error(found)))
+            rows.append([f"`{name}`", f"`{other_name}`", f"{len(found)}", *cells])
     return markdown(["scheme", "minus", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
 
 
@@ -467,10 +471,9 @@ def findings(results):
         one, other = results.get(name), results.get(other_name)
         if not one or not other:
             continue
-        n, context = min(len(one), len(other)), times * one[0]["train_context"]
-        paired = change(one[:n], "last", context) - change(other[:n], "last", context)
-        mean, error = mean_and_error(paired)
-        agree = abs(np.sign(paired.mean(1)).sum()) == n
+        found = paired(change, one, other, times * one[0]["train_context"])
+        n, (mean, error) = len(found), mean_and_error(found)
+        agree = abs(np.sign(found.mean(1)).sum()) == n
         certain = "one seed" if n == 1 else f"{n} seeds " + ("agree" if agree else "disagree")
         lines.append(f"- {text}: `{name}` against `{other_name}` at {times}x, **{mean:+.2f}** ± {error:.2f} "
                      f"({certain}).")
