@@ -15,6 +15,7 @@ import lzma
 import math
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -2313,7 +2314,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     """Train, evaluate, tables; an unfinished training is resumed, a finished one evaluated alone."""
     pytest.importorskip("matplotlib")
     run, calls = importlib.import_module("results.run"), []
-    flags = " ".join([*SMALL[4:], "--data", str(corpus), "--max_iters", "4"])
+    flags = " ".join([*SMALL[4:], "--data debian --max_iters 4"])
     settings = {"debian": (f"--preset tiny {flags}", "--stretches 3 --lengths 32,...,2048")}
 
     def call_here(command):                                                  # in this process: faster
@@ -2321,22 +2322,24 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
         calls.append(f"{script} {flags[-1]}")
         {"train.py": train, "eval_extrapolate.py": eval_extrapolate, "theory.py": theory}[script].main(flags)
     monkeypatch.chdir(tmp_path)
-    os.makedirs("data/debian")                                               # its corpus is made already
+    shutil.copytree(corpus, "data/debian")                                   # its corpus is made already
+    encoding = data.encoding
+    monkeypatch.setattr(data, "encoding", lambda name: encoding(name.replace("gpt2", "bytes")))
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "CORPUS", tmp_path / "results/corpus.json")
     monkeypatch.setattr(run, "SETTINGS", settings)
     monkeypatch.setattr(run, "TABLES", {"debian": [*run.runs("debian", "accum_qk accum_qkv")]})
     monkeypatch.setattr(run, "MEASURED", {"debian-accum_qkv": "out/debian-accum_qkv"})
     monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --causes 64 --length 128")
+    os.mkdir("results")
     with pytest.raises(SystemExit) as stop:
         run.main("debian")
     refused((stop.value.code, capsys.readouterr().err), "train.py --pos accum_qk", "status 2")
 
     monkeypatch.setattr(run, "call", call_here)
     ckpt, path = Path("out/debian-accum_qk/ckpt.pt"), Path("results/debian-accum_qk.json")
-    run_train(corpus, ckpt.parent, "--max_iters", 4, "--pos", "accum_qk")
+    run_train("debian", ckpt.parent, "--max_iters", 4, "--pos", "accum_qk")
     torch.save(torch.load(ckpt) | {"iter_num": 2}, ckpt)
-    os.mkdir("results")
     os.mkdir("assets")
     run.main("debian")
     path.unlink()
@@ -2349,7 +2352,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     statistics = run.token_statistics(np.array([0, 0, 1, 256]), data.encoding("bytes"))
     assert statistics == {"encoding": "bytes", "tokens": 4, "bytes_per_token": (3 + 13) / 4, "sum_p2": 0.375,
                           "repeats": pytest.approx(1 / 3)}                   # 13: <|endoftext|>
-    run.CORPUS.write_text(json.dumps([statistics]))
+    assert json.loads(run.CORPUS.read_text())["encodings"][1]["tokens"] == 9000
     names = "debian", "findings", "copy", "corpus", "paper", "causes"
     marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]
     Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
@@ -2367,6 +2370,10 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run.main("tables")
     assert "differs in text" in capsys.readouterr().err
+    Path("data/debian/val.bin").write_bytes(b"another text")
+    with pytest.raises(SystemExit):
+        run.main("debian")
+    assert "data/debian is not the text of" in capsys.readouterr().err
 
 
 def made_up_runs(row, losses, base=2.0):
@@ -2444,7 +2451,7 @@ def test_findings_and_the_papers_numbers_come_from_the_runs():
         f"{math.exp(0.2 / 2.9):.2f} |")
 
 
-def test_the_english_corpus_has_no_translations_and_no_runs_of_blanks(tmp_path):
+def test_the_english_corpus_has_every_page_once_no_translations_and_no_runs_of_blanks(tmp_path):
     run = importlib.import_module("results.run")
     texts = {"linux/html/_sources/a.rst.txt": "a  \t b\n\n  c", "python/html/_sources/b.txt": "b",
              "linux/html/_sources/translations/it/a.rst.txt": "ciao", "linux/html/a.txt": "no"}
@@ -2452,6 +2459,8 @@ def test_the_english_corpus_has_no_translations_and_no_runs_of_blanks(tmp_path):
         path = tmp_path / "usr/share/doc" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    os.mkdir(tmp_path / "usr/share/doc/python-doc")
+    os.symlink("../python/html", tmp_path / "usr/share/doc/python-doc/html")
     found = list(run.debian_documents(tmp_path))
     assert found == [("linux/html/_sources/a.rst.txt", b"a b\n\n c"), ("python/html/_sources/b.txt", b"b")]
 

@@ -31,7 +31,8 @@ from theory import plot as theory_plot
 from train import parse_args
 
 CORPUS = ROOT / "results" / "corpus.json"
-PACKAGES = "linux-doc-6.1 python3.11-doc".split()
+PACKAGES = ["linux-doc-6.1=6.1.192-3", "python3.11-doc=3.11.2-6+deb12u9"]
+SNAPSHOT = "https://snapshot.debian.org/archive/debian-security/20261130T000000Z"
 # glibc gives the memory of a step back and fetches it again: 18 % of a step, with a vocabulary of 8,192
 MALLOC = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(2 ** 33))
 
@@ -135,8 +136,10 @@ def cpu():
 
 def debian_documents(top):
     """The sources of the packages' pages, unpacked in `top`: English only, runs of blanks made one."""
-    for path in sorted(top.glob("usr/share/doc/*/html/_sources/**/*.txt")):
-        name = path.relative_to(top / "usr/share/doc").as_posix()
+    # python3.11-doc holds a link to its own pages
+    pages = {path.resolve() for path in top.glob("usr/share/doc/*/html/_sources/**/*.txt")}
+    for path in sorted(pages):
+        name = path.relative_to(top.resolve() / "usr/share/doc").as_posix()
         if "translations" not in name:
             yield name, re.sub(rb"[ \t]+", b" ", path.read_bytes())
 
@@ -146,7 +149,8 @@ def make_debian():
     unpack = f"apt-get download {' '.join(PACKAGES)} && for f in *.deb; do dpkg-deb -x $f . || exit 1; done"
     with tempfile.TemporaryDirectory() as top:
         if subprocess.run(["sh", "-c", unpack], cwd=top).returncode:
-            raise ValueError("the corpus needs Debian 12, a network, and apt-get update")
+            raise ValueError(f"the corpus needs apt, a network, and {', '.join(PACKAGES)}: where apt has other "
+                             f"versions, add {SNAPSHOT} bookworm-security main to its sources")
         data.prepare(debian_documents(Path(top)), Path("data/debian"), ", ".join(PACKAGES), "gpt2:8192")
 
 
@@ -163,14 +167,19 @@ def token_statistics(tokens, encoding):
     }
 
 
-def describe_corpus():
-    """data/debian's held-out text in its own encoding and in GPT-2's whole one -> results/corpus.json."""
+def check_corpus():
+    """Write results/corpus.json, in two encodings, or raise ValueError if data/debian is another text."""
+    files = {"train": digest(Path("data/debian/train.bin")), "val": digest(Path("data/debian/val.bin"))}
+    if CORPUS.exists():
+        if json.loads(CORPUS.read_text())["files"] != files:
+            raise ValueError(f"data/debian is not the text of {CORPUS}: move that and results/debian-* away")
+        return
     name = json.loads(Path("data/debian/meta.json").read_text())["encoding"]
     own, whole = data.encoding(name), data.encoding("gpt2")
     tokens = data.load("data/debian", "val", 1)
     again = whole.encode(own.decode(tokens.tolist()), allowed_special="all")
     rows = [token_statistics(tokens, own), token_statistics(np.array(again), whole)]
-    data.write_json(CORPUS, rows)
+    data.write_json(CORPUS, {"packages": PACKAGES, "files": files, "encodings": rows})
 
 
 def digest(path):
@@ -205,8 +214,7 @@ def make(table):
     if "--data debian" in TABLES[table][0].train:
         if not Path("data/debian").exists():
             make_debian()
-        if not CORPUS.exists():
-            describe_corpus()
+        check_corpus()
     for run in TABLES[table]:
         folder, path = Path("out", run.folder), ROOT / "results" / f"{run.name}.json"
         ckpt, commands = folder / "ckpt.pt", [run.train, run.evaluate]
@@ -384,7 +392,7 @@ def theory_table(results):
 def corpus_lines(corpus):
     """How tokens come, in two encodings of the same text."""
     lines = []
-    for row in corpus:
+    for row in corpus["encodings"]:
         lines.append(f"- in `{row['encoding']}` {row['bytes_per_token']:.2f} bytes a token, "
                      f"{row['repeats']:.1%} repeats, sum of squared frequencies {row['sum_p2']:.4f}")
     return "\n".join(lines)
@@ -484,10 +492,11 @@ def section(table, results):
     """One table's part of results/README.md."""
     first = next(iter(results.values()))[0]
     longer = [context for context in contexts(first) if context != first["train_context"]]
+    cpus = " and on ".join(sorted({result["cpu"] for seeds in results.values() for result in seeds}))
     parts = [f"""## {table}
 
 Trained for {first['iter_num']:,} iters; evaluated on {first['stretches']} stretches of {first['longest']:,}
-tokens of {first['data']}, on {first['cpu']}, {first['device']}.
+tokens of {first['data']}, on {cpus}, {first['device']}.
 Made by `python results/run.py {table}`; the first run:
 
     python {first['commands'][0]}
@@ -525,7 +534,7 @@ def tables():
     paths = [ROOT / "results" / f"theory-{name}.json" for name in MEASURED]
     measured = [json.loads(path.read_text()) for path in paths if path.exists()]
     main_table = results["debian"]
-    corpus = json.loads(CORPUS.read_text()) if CORPUS.exists() else []
+    corpus = json.loads(CORPUS.read_text()) if CORPUS.exists() else {}
     if not main_table or not measured or not corpus:
         raise ValueError("no results to show: make some with run.py debian, and then with run.py theory")
     first = next(iter(main_table.values()))[0]
@@ -535,7 +544,7 @@ def tables():
         "debian": ratio_table({row: main_table[row] for row in main_table if row not in LONG}, columns),
         "findings": findings(main_table),
         "corpus": corpus_lines(corpus),
-        "paper": paper_table(main_table, corpus[0]["bytes_per_token"]),
+        "paper": paper_table(main_table, corpus["encodings"][0]["bytes_per_token"]),
         "copy": copy_table(results.get("copy", {})),
         "causes": causes_table(measured),
     }
