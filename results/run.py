@@ -87,7 +87,7 @@ TABLES = {
     "copy": [
         *runs("copy", "rope random_qkv path alibi fox accum_qkv+alibi"),
         *runs("copy", "random_qkv", also=" --logn"),
-        *runs("copy", "path", (1, 2), also=" --logn"),
+        *runs("copy", "path", (1, 2, 3), also=" --logn"),
     ],
     "ablation": [
         # sigma 10: uniform angles
@@ -107,9 +107,9 @@ TABLES = {
 MEASURED = {    # results/theory-NAME.json -> flags of theory.py
     **{f"debian-{run}": f"out/debian-{run}" for run in "rope random_qk random_qkv alibi".split()},
     **{f"debian-{run}-out_norm": f"out/debian-{run}-out_norm" for run in ("random_qkv", "random_qk_v")},
-    "debian-path": "out/debian-path",
+    "debian-path-seed3": "out/debian-path-seed3",
     "debian-random_qkv+logn": "out/debian-random_qkv --logn",
-    "debian-path+logn": "out/debian-path --logn",
+    "debian-path+logn-seed3": "out/debian-path-seed3 --logn",
     "debian-random_qk_v+logn-out_norm": "out/debian-random_qk_v-out_norm --logn",
 }
 MEASUREMENT = "--length 16384 --stretches 2 --causes 8192"
@@ -149,8 +149,8 @@ def make_debian():
     unpack = f"apt-get download {' '.join(PACKAGES)} && for f in *.deb; do dpkg-deb -x $f . || exit 1; done"
     with tempfile.TemporaryDirectory() as top:
         if subprocess.run(["sh", "-c", unpack], cwd=top).returncode:
-            raise ValueError(f"the corpus needs apt, a network, and {', '.join(PACKAGES)}: where apt has other "
-                             f"versions, add {SNAPSHOT} bookworm-security main to its sources")
+            raise ValueError(f"the corpus needs apt, a network, and {' and '.join(PACKAGES)}: where apt has "
+                             f"others, add {SNAPSHOT} bookworm-security main to its sources")
         data.prepare(debian_documents(Path(top)), Path("data/debian"), ", ".join(PACKAGES), "gpt2:8192")
 
 
@@ -268,6 +268,11 @@ def load(table):
     return rows
 
 
+def any_run(rows):
+    """A result of a table: what `load` checks is the same in all of them."""
+    return next(iter(rows.values()))[0]
+
+
 def losses(results, protocol, context):
     """Loss of every stretch in nats: (seeds, stretches)."""
     found = []
@@ -316,7 +321,7 @@ def markdown(titles, rows):
 
 def ratio_table(results, columns):
     """Perplexity at the training context, then ratios to it. columns: (protocol, context) each."""
-    first = next(iter(results.values()))[0]
+    first = any_run(results)
     base = first["train_context"]
     rows = []
     for name, seeds in results.items():
@@ -332,7 +337,7 @@ DIFFERENCES = ("_qkv|_qk_v", "_qk"), ("rope_qkv", "rope"), ("-out_norm", ""), (r
 
 def difference_table(results):
     """What one thing more does to a scheme: carried values, the norm, a scale. Loss by `last`, paired."""
-    first = next(iter(results.values()))[0]
+    first = any_run(results)
     rows = []
     for more, less in DIFFERENCES:
         for name, one in results.items():
@@ -459,11 +464,14 @@ def paper_table(results, bytes_per_token):
 LONG = ("random_qk_v random_qkv+ssmax random_qk_v+ssmax-out_norm "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
 FIGURE = "rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn alibi".split()
-FINDINGS = [   # what is compared; two rows of the table; the context, as a multiple of that in training
+# What is compared; two rows of the table; the context, as a multiple of that in training. At 1x perplexities
+# are compared, at others their ratios to that at 1x.
+FINDINGS = [
     ("Accumulated rotations against RoPE's", "random_qk", "rope", 16),
     ("A distance bias against rotations alone", "alibi", "random_qk", 128),
     ("Values carried, alone", "random_qkv", "random_qk", 128),
     ("Values carried, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128),
+    ("What that norm costs", "random_qkv-out_norm", "random_qkv", 1),
     ("Values by angles of their own, with the norm", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
     ("Logits that grow with ln i", "random_qkv+logn", "random_qkv", 128),
     ("The same for PaTH", "path+logn", "path", 128),
@@ -479,7 +487,7 @@ def findings(results):
         one, other = results.get(name), results.get(other_name)
         if not one or not other:
             continue
-        found = paired(change, one, other, times * one[0]["train_context"])
+        found = paired(change if times > 1 else losses, one, other, times * one[0]["train_context"])
         n, (mean, error) = len(found), mean_and_error(found)
         agree = abs(np.sign(found.mean(1)).sum()) == n
         certain = "one seed" if n == 1 else f"{n} seeds " + ("agree" if agree else "disagree")
@@ -490,7 +498,7 @@ def findings(results):
 
 def section(table, results):
     """One table's part of results/README.md."""
-    first = next(iter(results.values()))[0]
+    first = any_run(results)
     longer = [context for context in contexts(first) if context != first["train_context"]]
     cpus = " and on ".join(sorted({result["cpu"] for seeds in results.values() for result in seeds}))
     parts = [f"""## {table}
@@ -537,7 +545,7 @@ def tables():
     corpus = json.loads(CORPUS.read_text()) if CORPUS.exists() else {}
     if not main_table or not measured or not corpus:
         raise ValueError("no results to show: make some with run.py debian, and then with run.py theory")
-    first = next(iter(main_table.values()))[0]
+    first = any_run(main_table)
     base, longest = first["train_context"], first["longest"]
     columns = [("last", 4 * base), ("last", 16 * base), ("last", longest), ("window", longest)]
     shown = {
