@@ -49,6 +49,7 @@ class Run(NamedTuple):
 SETTINGS = {    # table -> flags of training and of evaluation
     "debian": ("--preset tiny --data debian --compile",
                "--lengths 256,1024,4096,16384,32768 --stretches 12 --dtype bfloat16"),
+    "256x": ("", "--lengths 256,65536 --stretches 6 --dtype bfloat16"),
     "copy": ("", "--lengths 128,256,1024,4096,16384,32768 --stretches 4 --dtype bfloat16 --copy"),
     "ablation": ("--preset tiny --data debian --max_iters 400 --compile",
                  "--lengths 256,4096,16384 --stretches 6 --dtype bfloat16"),
@@ -58,7 +59,7 @@ SETTINGS = {    # table -> flags of training and of evaluation
 
 def runs(table, schemes, seeds=(1,), also="", **options):
     """The runs of some schemes, with options of train.py, and with further flags of the evaluation."""
-    trained = "debian" if table == "copy" else table
+    trained = "debian" if table in ("256x", "copy") else table
     variant = "".join(f"-{name}{value}" for name, value in options.items())
     given = "".join(f" --{name} {value}".rstrip() for name, value in options.items())
     for pos in schemes.split():
@@ -79,10 +80,15 @@ TABLES = {
         *runs("debian", "path", (1, 2, 3)),
         *runs("debian", "rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk householder_qkv"),
         *runs("debian", "fox rope+alibi accum_qkv+alibi"),
-        *runs("debian", "random_qkv+ssmax"),
+        *runs("debian", "random_qkv+ssmax path+ssmax"),
         *runs("debian", "random_qk_v+ssmax", out_norm=""),
         *runs("debian", "rope random_qk random_qkv path", (1, 2, 3), also=" --logn"),
         *runs("debian", "random_qk random_qkv random_qk_v", out_norm="", also=" --logn"),
+    ],
+    "256x": [
+        *runs("256x", "alibi", (3,)),
+        *runs("256x", "random_qk_v", (3,), out_norm=""),
+        *runs("256x", "random_qkv path", (3,), also=" --logn"),
     ],
     "copy": [
         *runs("copy", "rope random_qkv path alibi fox accum_qkv+alibi"),
@@ -461,7 +467,7 @@ def paper_table(results, bytes_per_token):
 
 
 # rows of the first table that results/README.md has alone
-LONG = ("random_qk_v random_qkv+ssmax random_qk_v+ssmax-out_norm "
+LONG = ("random_qk_v random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
 FIGURE = "rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn alibi".split()
 # What is compared; two rows of the table; the context, as a multiple of that in training. At 1x perplexities
