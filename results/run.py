@@ -59,7 +59,7 @@ SETTINGS = {    # table -> flags of training and of evaluation
 
 def runs(table, schemes, seeds=(1,), also="", **options):
     """The runs of some schemes, with options of train.py, and with further flags of the evaluation."""
-    trained = "debian" if table in ("256x", "copy") else table
+    trained = table if SETTINGS[table][0] else "debian"
     variant = "".join(f"-{name}{value}" for name, value in options.items())
     given = "".join(f" --{name} {value}".rstrip() for name, value in options.items())
     for pos in schemes.split():
@@ -110,14 +110,9 @@ TABLES = {
         *runs("tiny", "alibi rope+alibi accum_qkv+alibi"),
     ],
 }
-MEASURED = {    # results/theory-NAME.json -> flags of theory.py
-    **{f"debian-{run}": f"out/debian-{run}" for run in "rope random_qk random_qkv alibi".split()},
-    **{f"debian-{run}-out_norm": f"out/debian-{run}-out_norm" for run in ("random_qkv", "random_qk_v")},
-    "debian-path-seed3": "out/debian-path-seed3",
-    "debian-random_qkv+logn": "out/debian-random_qkv --logn",
-    "debian-path+logn-seed3": "out/debian-path-seed3 --logn",
-    "debian-random_qk_v+logn-out_norm": "out/debian-random_qk_v-out_norm --logn",
-}
+MEASURED = ["debian-" + row for row in (      # runs of the first table that theory.py reads
+    "rope random_qk random_qkv alibi random_qkv-out_norm random_qk_v-out_norm path-seed3 "
+    "random_qkv+logn path+logn-seed3 random_qk_v+logn-out_norm").split()]
 MEASUREMENT = "--length 16384 --stretches 2 --causes 8192"
 
 
@@ -192,18 +187,20 @@ def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def is_made(path, commands, ckpt):
-    """Does path hold a result of these commands, from this very checkpoint?"""
+def make_result(name, commands, ckpt, written):
+    """What the last command writes beside a checkpoint -> results/NAME.json, with what made it, unless it is
+    there already. Raises ValueError if the checkpoint changes meanwhile."""
+    path, checkpoint = ROOT / "results" / f"{name}.json", digest(ckpt)
     result = json.loads(path.read_text()) if path.exists() else {}
-    return (result.get("commands"), result.get("checkpoint")) == (commands, digest(ckpt))
+    if (result.get("commands"), result.get("checkpoint")) == (commands, checkpoint):
+        print(f"{name} is finished")
+        return
 
-
-def keep(path, result, commands, ckpt):
-    """Write a result into results/, with what made it. ValueError if it is not of this checkpoint."""
-    checkpoint = digest(ckpt)
-    if result.get("checkpoint", checkpoint) != checkpoint:
+    call(commands[-1])
+    if digest(ckpt) != checkpoint:
         raise ValueError(f"{ckpt} was written to while it was read: call run.py again, once")
-    data.write_json(path, result | {"commands": commands, "checkpoint": checkpoint, "cpu": cpu()})
+    made = {"run": name.removeprefix("theory-"), "commands": commands, "checkpoint": checkpoint, "cpu": cpu()}
+    data.write_json(path, json.loads((ckpt.parent / written).read_text()) | made)
 
 
 def check_flags(run, saved):
@@ -222,31 +219,24 @@ def make(table):
             make_debian()
         check_corpus()
     for run in TABLES[table]:
-        folder, path = Path("out", run.folder), ROOT / "results" / f"{run.name}.json"
-        ckpt, commands = folder / "ckpt.pt", [run.train, run.evaluate]
+        ckpt = Path("out", run.folder, "ckpt.pt")
         if not ckpt.exists():
             call(run.train)
         saved = load_model(ckpt)[1]
         check_flags(run, saved)
         if saved["iter_num"] < saved["train_config"]["max_iters"]:
             call(f"{run.train} --resume")
-
-        if is_made(path, commands, ckpt):
-            print(f"{run.name} is finished")
-            continue
-        call(run.evaluate)
-        keep(path, json.loads((folder / "extrapolate.json").read_text()), commands, ckpt)
+        make_result(run.name, [run.train, run.evaluate], ckpt, "extrapolate.json")
 
 
 def measure():
     """The quantities of the theory on some trained models, those of them that are there."""
-    for name, flags in MEASURED.items():
-        command, folder = f"theory.py {flags} {MEASUREMENT}", Path(flags.split()[0])
-        path, ckpt = ROOT / "results" / f"theory-{name}.json", folder / "ckpt.pt"
-        if ckpt.exists() and not is_made(path, [command], ckpt):
-            call(command)
-            result = json.loads((folder / "theory.json").read_text())
-            keep(path, result | {"run": name}, [command], ckpt)
+    for run in TABLES["debian"]:
+        ckpt = Path("out", run.folder, "ckpt.pt")
+        if run.name in MEASURED and ckpt.exists():
+            scaled = " --logn" * run.evaluate.endswith("--logn")
+            command = f"theory.py out/{run.folder}{scaled} {MEASUREMENT}"
+            make_result(f"theory-{run.name}", [command], ckpt, "theory.json")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -306,8 +296,8 @@ def averaged(name, results):
     rows = []
     for context in contexts(results[0]):
         mean = change(results, "last", context).mean()
-        ratio = float(np.exp(mean)) if np.isfinite(mean) else None
-        rows.append({"protocol": "last", "context": context, "ratio": ratio})
+        drawn = float(np.exp(mean)) if np.isfinite(mean) else None
+        rows.append({"protocol": "last", "context": context, "ratio": drawn})
     return results[0] | {"run": name, "rows": rows}
 
 
@@ -422,27 +412,28 @@ def causes_table(results):
 def speed_tables(costs):
     """What results/speed.json says, for results/README.md; it may lack a part."""
     made = next(iter(costs.values()))
-    parts = ["## speed\n\nMade by `python results/speed.py steps`, `large` and `forward`: "
+    parts = [f"## speed\n\nMade by `python results/speed.py` {', '.join(f'`{name}`' for name in costs)}: "
              f"{made['clock']}, on {made['machine']}."]
     for name in ("steps", "large"):
         if name not in costs:
             continue
+        over = [key for key in ("over_plain", "over_default") if costs[name]["rows"][0][key] is not None]
         rows = []
         for row in costs[name]["rows"]:
             compiled = "yes" if row["compiled"] else "no"
-            over = ["" if row[key] is None else f"{row[key]:.2f}" for key in ("over_plain", "over_default")]
-            rows.append([f"`{row['model']}`", row["dtype"], compiled, *over])
+            rows.append([f"`{row['model']}`", row["dtype"], compiled, *(f"{row[key]:.2f}" for key in over)])
         shape = f"{costs[name]['n_layer']} x {costs[name]['n_embd']}"
         parts.append(f"Training at {shape}: tokens per second over those of a plain GPT of the same dtype, "
                      "compiled like it (`plain`; `alone`: its matmuls and SDPA), and over those of its "
                      "default, float32 and not compiled.")
-        parts.append(markdown(["model", "dtype", "compiled", "over plain", "over its default"], rows))
+        parts.append(markdown(["model", "dtype", "compiled", *(key.replace("_", " ") for key in over)], rows))
 
-    rows = []
-    for row in costs.get("forward", {"rows": []})["rows"]:
-        rows.append([f"{row['context']:,}", f"`{row['model']}`", f"{row['over_alone']:.2f}"])
-    parts.append("One layer's forward pass: time over that of its matmuls and SDPA.")
-    parts.append(markdown(["context", "model", "over alone"], rows))
+    if "forward" in costs:
+        rows = []
+        for row in costs["forward"]["rows"]:
+            rows.append([f"{row['context']:,}", f"`{row['model']}`", f"{row['over_alone']:.2f}"])
+        parts.append("One layer's forward pass: time over that of its matmuls and SDPA.")
+        parts.append(markdown(["context", "model", "over alone"], rows))
     return "\n\n".join(parts) + "\n"
 
 

@@ -229,7 +229,9 @@ def training(pos, *flags):
                     "--max_iters", "60", "--eval_iters", "1", "--device", "cuda", *flags])
         lines = Path(folder, "log.jsonl").read_text().splitlines()
     rate = max(json.loads(line).get("tokens_per_second", 0) for line in lines)
-    mfu = train.mfu(GPT(GPTConfig(pos=pos)), 512, rate, train.device_name(DEVICE))
+    with torch.device("meta"):
+        model = GPT(GPTConfig(pos=pos))
+    mfu = train.mfu(model, 512, rate, train.device_name(DEVICE))
     return {"model": pos, "tokens_per_second": rate, "mfu": mfu, "peak_mb": peak_mb()}
 
 
