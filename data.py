@@ -51,18 +51,18 @@ def clock(seconds):
 
 
 def progress(shown, text):
-    """Print text() on stderr if the last line, of time `shown`, is old enough -> time of the last line."""
+    """Print the text on stderr if the last line, of time `shown`, is old enough -> time of the last line."""
     now, tty = time.time(), sys.stderr.isatty()
     if now - shown < (1 if tty else 30):
         return shown
-    print(text() + "    ", end="\r" if tty else "\n", file=sys.stderr, flush=True)
+    print(text + "    ", end="\r" if tty else "\n", file=sys.stderr, flush=True)
     return now
 
 
 @contextmanager
-def written_whole(path, mode="w", suffix=None):
-    """A file to write as path.suffix (default: process id) and rename at the end: `path` is always whole."""
-    partial = Path(f"{path}.{suffix or os.getpid()}")
+def written_whole(path, mode="w"):
+    """A file to write as path.partial and rename at the end: `path` is always whole."""
+    partial = Path(f"{path}.partial")
     try:
         with partial.open(mode) as file:
             yield file
@@ -212,8 +212,8 @@ def write_train(documents, encode, file, tokens, val_tokens):
                 held_out.append(ids[:val_tokens - held])
                 held += len(held_out[-1])
         rate = (written + 1) / (time.time() - start + 0.001)
-        shown = progress(shown, lambda: f"{written:,} of at most {tokens:,} training tokens, {rate:,.0f} "
-                                        f"tok/s, ETA {clock((tokens - written) / rate)}")
+        shown = progress(shown, f"{written:,} of at most {tokens:,} training tokens, {rate:,.0f} tok/s, "
+                                f"ETA {clock((tokens - written) / rate)}")
     return held_out, written, empty
 
 
@@ -290,8 +290,8 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def describe(folder):
-    """-> name of the encoding, number of ids: of meta.json, of nanoGPT's meta.pkl, or by the highest id."""
+def noted(folder):
+    """-> name of the encoding, number of ids, as meta.json or nanoGPT's meta.pkl say; None without them."""
     meta, letters = Path(folder) / "meta.json", Path(folder) / "meta.pkl"
     try:
         if meta.exists():
@@ -303,13 +303,18 @@ def describe(folder):
             return f"characters:{hashlib.sha256(repr(itos).encode()).hexdigest()[:8]}", len(itos)
     except Exception as e:                       # whatever damaged pickles raise
         raise ValueError(f"meta.json or meta.pkl in {folder} tells no encoding and vocabulary size ({e!r})")
-    return "unknown", 1 + max(int(load(folder, path.stem, 1).max()) for path in Path(folder).glob("*.bin"))
+
+
+def describe(folder):
+    """What is noted of a data set; else its encoding is "unknown", its number of ids that of the highest."""
+    bins = Path(folder).glob("*.bin")
+    return noted(folder) or ("unknown", 1 + max(int(load(folder, path.stem, 1).max()) for path in bins))
 
 
 def check_encoding(folder, encoding):
     """ValueError if the folder's text is known to have another encoding than a checkpoint's."""
-    here = describe(folder)[0]
-    if here != encoding and "unknown" not in (here, encoding):
+    here, _ = noted(folder) or (encoding, 0)
+    if here != encoding != "unknown":
         raise ValueError(f"{folder} is text in {here}, the checkpoint's is in {encoding}: name other data")
 
 

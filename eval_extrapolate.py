@@ -142,7 +142,7 @@ class Progress:
         left = data.clock((time.time() - self.start) * (1 / part - 1))
         text = f"{self.label}: context {length:,}, {part:.0%}, ETA {left}"
         if ranks()[0] == 0:
-            self.shown = data.progress(self.shown, lambda: text)
+            self.shown = data.progress(self.shown, text)
 
 
 def add_logn(model, train_context):
@@ -336,12 +336,12 @@ def main(argv=None):
         args = parse_args(argv)
         if args.plot:
             pyplot()                                         # before the work, not after it
-        args.device, rank, _ = join_ranks(args.device)
+        args.device = join_ranks(args.device)
         args.dtype = pick_dtype(args.dtype, args.device)
         for run in args.runs:
             results.append(evaluate(run, args))
             table(results[-1])
-        if args.plot and rank == 0:
+        if args.plot and ranks()[0] == 0:
             Path("out").mkdir(exist_ok=True)
             plot(results).savefig("out/extrapolation.png")
             print("\nout/extrapolation.png")

@@ -391,14 +391,14 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("T", [8192, 16384])
-def test_memory_is_linear_in_length(T):
+def test_memory_is_linear_in_length():
+    T = 16384
     q, bias, turn = torch.randn(1, 1, T, 64), torch.arange(T)[None, None], Rotation(torch.randn(1, 1, T, 32))
     path = PathTransport(F.normalize(q, dim=-1), torch.ones(1, 1, T))
     for carried in ((turn, turn), (path, None)):
         with Largest() as mode, sdpa_kernel(FUSED):
             attend(q, q, q, *carried, bias)
-        assert mode.numel <= max(64 * T, 768 ** 2)           # T x T would be 8,192 T, and a segment is 768^2
+        assert mode.numel <= 80 * T                          # channels; a segment has 36 T, T x T is 16,384 T
 
 
 def test_bad_shapes_raise_value_errors():
@@ -437,6 +437,8 @@ def test_bad_shapes_raise_value_errors():
         lambda: attend(q, q, q, PathTransport(q, zeros(2, 2, 4))),
         lambda: attend(q, q, q, PathTransport(q, zeros(2, 2, 5)), Rotation(zeros(1, 1, 5, 4))),
         lambda: attend(q[:, :, -1:], q, q, PathTransport(q, zeros(2, 2, 5))),
+        lambda: transport.path_attention(q[:, :, -1:], q, q, q[:, :, -1:], zeros(2, 2, 1)),
+        lambda: transport.path_attention(q, q[:, :1], q[:, :1], q, zeros(2, 2, 5)),
         lambda: transport.path_attention(q, q, q, q, zeros(2, 2, 4)),
         lambda: transport.path_attention(none, none, none, none, zeros(2, 2, 0)),
         lambda: attend(q[:1], q[:1], q[:1], past=past),
@@ -554,7 +556,7 @@ def test_reflections_stay_orthogonal_over_65536_steps():
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e18])
-@pytest.mark.parametrize("learned,error", [(False, 1e-5), (True, 1e-4)])
+@pytest.mark.parametrize("learned,error", [(False, 1e-5), (True, 5e-5)])
 def test_reflections_of_any_scale_in_float32(scale, learned, error):
     """Also for steps that are nearly the same, and under autocast, which must not round."""
     for w in (randn(2, 2, 130, 8), 1 + 0.1 * randn(2, 2, 130, 8)):
@@ -630,7 +632,7 @@ def test_gate_trains_alone():
 
 
 @pytest.mark.parametrize("pos", ALL)
-@pytest.mark.parametrize("t", [0, 100, 128])                 # at the start, inside a chunk, at a chunk's start
+@pytest.mark.parametrize("t", [0, 100, 128])                 # inside a chunk, and at a chunk's start
 def test_causality(pos, t):
     model, idx = tiny(pos), ids(1, 257)
     other = idx.clone()
@@ -1426,7 +1428,8 @@ def test_encodings_are_told_apart(tmp_path, corpus):
     assert data.describe(tmp_path) == ("unknown", 50257)                   # nanoGPT's GPT-2 folders
     np.array([5, 50303], np.uint16).tofile(tmp_path / "train.bin")
     assert data.describe(tmp_path) == ("unknown", 50304)
-    data.check_encoding(tmp_path, "gpt2")
+    (tmp_path / "train.bin").write_bytes(b"")
+    data.check_encoding(tmp_path, "gpt2")                                  # reads no tokens
 
 
 def test_character_sets_of_nanogpt(tmp_path):
@@ -1509,13 +1512,13 @@ def test_resume_continues_bit_for_bit(corpus, tmp_path, monkeypatch):
     torch.manual_seed(999)
     assert run_train(corpus, tmp_path / "b", "--resume") == 0
     (a, wa), (b, wb) = weights(tmp_path / "a"), weights(tmp_path / "b")
-    assert torch.equal(wa, wb) and a["best_val_loss"] == b["best_val_loss"] and b["iter_num"] == 20
+    assert torch.equal(wa, wb) and b["iter_num"] == 20
     for i, state in a["optimizer"]["state"].items():
         assert all(torch.equal(value, b["optimizer"]["state"][i][name]) for name, value in state.items())
     logged = losses(tmp_path / "a")
     assert logged == losses(tmp_path / "b") and list(logged) == list(range(1, 21)) and logged[20] < logged[1]
-    assert set(a) == {"model", "optimizer", "iter_num", "best_val_loss", "model_config", "train_config",
-                      "encoding", "vocab_size"}
+    assert set(a) == {"model", "optimizer", "iter_num", "model_config", "train_config", "encoding",
+                      "vocab_size"}
     assert (a["encoding"], a["vocab_size"]) == ("bytes", 64)
     assert not any(k.startswith(("_orig_mod.", "module.")) for k in a["model"])
 
@@ -1668,7 +1671,6 @@ DAMAGE = [
     lambda saved: saved["optimizer"]["state"][0].update(exp_avg=torch.zeros(3, 5)),
     lambda saved: saved["train_config"].update(learning_rate="fast"),
     lambda saved: saved["train_config"].update(min_lr=math.nan),
-    lambda saved: saved.pop("best_val_loss"),
 ]
 
 
@@ -1726,6 +1728,13 @@ def test_a_seed_changes_everything_random(corpus, tmp_path):
         return train.parse_args([*flags])[1]["out_dir"]
     assert out_dir("--preset", "tiny") == out_dir("--preset", "tiny", "--seed", "1") == "out/tiny-accum_qkv"
     assert out_dir("--preset", "small", "--pos", "rope", "--seed", "3") == "out/small-rope-seed3"
+
+
+def test_the_preset_is_told_where_it_is_chosen(capsys):
+    train.parse_args([])
+    assert capsys.readouterr().out.startswith("preset tiny: auto takes")
+    train.parse_args(["--resume", "--out_dir", "out/run"])   # which has that of its checkpoint
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("pos", ["hidden_qkv+alibi", "householder_qkv", "path+fox", "accum_qkv+fox"])

@@ -98,7 +98,8 @@ def parse_args(argv=None):
     if preset == "auto":
         ready = torch.cuda.is_available() and Path("data/openwebtext/train.bin").exists()
         preset = "paper" if ready else "tiny"
-        print0(f"preset {preset}: auto takes paper with a GPU and data/openwebtext, else tiny")
+        if not resume:                                       # which has the preset of the checkpoint
+            print0(f"preset {preset}: auto takes paper with a GPU and data/openwebtext, else tiny")
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset}: {', '.join(PRESETS)}")
     name, seed = f"{preset}-{given.get('pos', GPTConfig.pos)}", given.get("seed", 1)
@@ -173,16 +174,16 @@ def print0(*words, **how):
 
 
 def join_ranks(device):
-    """Under torchrun: join the process group, with a GPU for each rank. -> device, rank, world size."""
-    rank, world_size = ranks()
-    if world_size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
+    """-> the device. Under torchrun, join the process group, too, with a GPU for each rank."""
+    if ranks()[1] == 1:
+        return pick_device(device)
+    if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     device = pick_device(device)
-    if world_size > 1:
-        if "cuda" in device:
-            torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
-    return device, rank, world_size
+    if "cuda" in device:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
+    return device
 
 
 def over_ranks(number):
@@ -195,7 +196,7 @@ def over_ranks(number):
     return total.item() / world_size
 
 
-def leave_ranks(code=0):
+def leave_ranks(code):
     """Under torchrun, end this rank when all are done; not gloo's threads, which abort one time in ten."""
     if ranks()[1] > 1:
         dist.barrier()
@@ -304,12 +305,12 @@ class Run:
         limits = config.block_size + 1, model.config.vocab_size
         self.train_tokens, self.val_tokens = [data.load(folder, part, *limits) for part in ("train", "val")]
 
-        self.device, _, self.world_size = join_ranks(config.device)
+        self.device, self.world_size = join_ranks(config.device), ranks()[1]
         dtype = pick_dtype(config.dtype, self.device)
         self.ctx = autocast(self.device, dtype)
         self.raw_model = model.to(self.device).train()
         self.optimizer = make_optimizer(model, config)
-        self.iter_num, self.best_val_loss = 0, math.inf
+        self.iter_num = 0
         if resume:
             self.load_progress(saved)
         self.log_file = open_log(ckpt.parent, self.iter_num) if ranks()[0] == 0 else None
@@ -326,7 +327,7 @@ class Run:
         """How far a checkpoint is, and AdamW's moments; its settings stay those of the configuration."""
         optimizer = self.optimizer
         try:
-            self.iter_num, self.best_val_loss = saved["iter_num"], saved["best_val_loss"] or math.inf
+            self.iter_num = saved["iter_num"]
             optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]["state"]})
             if any(optimizer.state[p]["exp_avg"].shape != p.shape for p in self.raw_model.parameters()):
                 raise ValueError
@@ -372,7 +373,6 @@ class Run:
                 loss += self.raw_model(x, y)[1].item() / n
         if not math.isfinite(loss):
             raise ArithmeticError(f"the validation loss at iter {self.iter_num:,} is {loss}")
-        self.best_val_loss = min(loss, self.best_val_loss)
         self.save()
         perplexity = math.exp(min(loss, 700))
         print0(f"iter {self.iter_num:,}: validation loss {loss:.4f}, perplexity {perplexity:.2f},",
@@ -386,11 +386,11 @@ class Run:
             return                                           # rank 0 alone has a log
         saved = {
             "model": self.raw_model.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "iter_num": self.iter_num, "best_val_loss": self.best_val_loss,
+            "iter_num": self.iter_num,
             "model_config": asdict(self.raw_model.config), "train_config": asdict(self.config),
             "encoding": self.encoding, "vocab_size": self.vocab_size,
         }
-        with data.written_whole(self.ckpt, "wb", "partial") as f:
+        with data.written_whole(self.ckpt, "wb") as f:
             torch.save(saved, f)
 
 
@@ -451,7 +451,9 @@ def main(argv=None):
         status = train(run)
     except (ArithmeticError, OSError) as e:                  # a number that is not finite, or a full disk
         print0(f"error: {e}; {run.ckpt} is that of the last save", file=sys.stderr)
-        raise SystemExit(1)
+        if isinstance(e, OSError):
+            raise SystemExit(1)                              # of one rank alone: it does not wait for others
+        status = 1
     leave_ranks(status)
     if status:
         raise SystemExit(status)

@@ -95,7 +95,7 @@ class Turn(torch.autograd.Function):
         return turn(grad, cos, sin, -ctx.sign), to_phase, None, None, None
 
 
-def turn(x, cos, sin, sign=1):
+def turn(x, cos, sin, sign):
     """Turn the pairs of x (B, H, T, d) by sign * angles of these cosines and sines, in the wider dtype."""
     B, H, T, d = x.shape
     batch_fits = cos.dim() == 4 and cos.size(0) in (1, B) and cos.size(1) in (1, H)
@@ -225,7 +225,7 @@ def softmax_attention(q, k, v, mask=None, causal=True, scale=None):
     T, T_k, is_causal = q.size(2), k.size(2), False
     if causal and mask is None:
         if T == T_k:
-            is_causal = True
+            is_causal = True                                 # a bool: torch.compile has no other
         elif T > 1:                                          # is_causal would align the first positions
             mask = torch.ones(T, T_k, dtype=torch.bool, device=q.device).tril(T_k - T)
     grouped = k.size(1) != q.size(1)
@@ -240,16 +240,16 @@ def softmax_attention(q, k, v, mask=None, causal=True, scale=None):
 def biased_attention(q, k, v, key_bias):
     """softmax_j(q_i . k_j / sqrt(d) + key_bias_j) v_j over j <= i; shapes as in `attend`."""
     dtype, kernel = q.dtype, kernel_dtype(q, key_bias)
-    q, k, v = q.to(kernel), k.to(kernel), v.to(kernel)
+    q = q.to(kernel) * q.size(-1) ** -0.5                    # from here on a logit is q_i . k_j + bias_j
+    k, v = k.to(kernel), v.to(kernel)
     groups = q.size(1) // k.size(1)
     if groups > 1:
         k = k.repeat_interleave(groups, 1)
         v = v.repeat_interleave(groups, 1)
 
-    bias = key_bias.double().clamp_min(-1e30)                # -inf - -inf would be no number
     short = q.size(2) * k.size(2) <= SEGMENT ** 2
     by_kind = masked_attention if short else segmented_attention
-    return by_kind(q, k, v, bias).to(dtype)
+    return by_kind(q, k, v, *bias_and_zero(key_bias)).to(dtype)
 
 
 def kernel_dtype(q, key_bias):
@@ -259,9 +259,10 @@ def kernel_dtype(q, key_bias):
     return torch.promote_types(q.dtype, torch.float32) if learned or q.device.type == "cpu" else q.dtype
 
 
-def row_zero(bias):
-    """The largest bias that each row sees, (..., T) -> (..., T)."""
-    return bias.detach().cummax(-1).values
+def bias_and_zero(key_bias):
+    """-> the bias in float64, and the largest one that each row sees, both (B|1, H|1, T)."""
+    bias = key_bias.double().clamp_min(-1e30)                # -inf - -inf would be no number
+    return bias, bias.detach().cummax(-1).values
 
 
 def bias_mask(bias, zero, rows, keys, dtype):
@@ -271,33 +272,31 @@ def bias_mask(bias, zero, rows, keys, dtype):
     return mask.masked_fill_(ahead, -math.inf)
 
 
-def masked_attention(q, k, v, bias):
+def masked_attention(q, k, v, bias, zero):
     """Short texts: the bias of every pair is a mask; its gradient takes a channel, so kernels stay fused."""
     d, T = q.size(-1), k.size(2)
-    mask = bias_mask(bias.detach(), row_zero(bias), slice(T - q.size(2), T), slice(0, T), q.dtype)
+    mask = bias_mask(bias.detach(), zero, slice(T - q.size(2), T), slice(0, T), q.dtype)
     if bias.requires_grad:
-        nothing = (bias - bias.detach()) * math.sqrt(d)      # adds zero to a logit, but takes its gradient
+        nothing = bias - bias.detach()                       # adds zero to a logit, but takes its gradient
         channels = F.pad(nothing[..., None], (0, 7)).to(k.dtype).expand(*k.shape[:3], 8)
         q = F.pad(q, (0, 8), value=1.0)
         k = torch.cat((k, channels), dim=-1)
         v = F.pad(v, (0, 8))
     with torch.autocast(q.device.type, enabled=False):
-        return softmax_attention(q, k, v, mask, scale=d ** -0.5)[..., :d]
+        return softmax_attention(q, k, v, mask, scale=1.0)[..., :d]
 
 
 @torch.compiler.disable                                      # it would unroll the loop, anew for every length
-def segmented_attention(q, k, v, bias):
+def segmented_attention(q, k, v, bias, zero):
     """Long texts, by segments: logits of the segment's own keys are explicit, earlier keys go to SDPA."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    d, T = q.size(-1), k.size(2)
+    T, out = k.size(2), []
     first = T - q.size(2)
-    zero, out = row_zero(bias), []
     with torch.autocast(q.device.type, enabled=False):
         for start in range(first, T, SEGMENT):
             near = slice(start, min(start + SEGMENT, T))
             rows = q[:, :, near.start - first:near.stop - first]
-            logits = rows.to(wide) @ (k[:, :, near].to(wide).mT * d ** -0.5)
-            logits = logits + bias_mask(bias, zero, near, near, wide)
+            logits = rows.to(wide) @ k[:, :, near].to(wide).mT + bias_mask(bias, zero, near, near, wide)
             far_k, far_v = k[:, :, :start], v[:, :, :start]
             out.append(near_and_far(logits, v[:, :, near], rows, far_k, far_v, bias, zero))
     return torch.cat(out, dim=2)
@@ -323,39 +322,36 @@ def near_and_far(logits, near_v, q, far_k, far_v, bias, zero):
     near_logit = (lse + (zero[..., start:start + S] - far_zero)).clamp(NEVER, -NEVER)
     far_bias = (bias[..., :start] - far_zero).clamp_min(NEVER)
     n = 8 if wide == torch.float64 else 4
-    e, near_digits = digits(near_logit, d, n)
-    e, far_digits = digits(far_bias, d, n)
+    near_digits, far_digits = digits(near_logit, n), digits(far_bias, n)
 
     # channels: the head dim, n for the logit of the near keys, n for the bias of the far ones
-    queries = torch.cat((q, near_digits.to(q.dtype), q.new_full((B, H, S, n), e)), dim=-1)
+    queries = F.pad(torch.cat((q, near_digits.to(q.dtype)), dim=-1), (0, n), value=1.0)
     keys = q.new_zeros(B, H, start + 1, d + 2 * n)
     keys[:, :, :start, :d] = far_k
     keys[:, :, :start, d + n:] = far_digits
-    keys[:, :, start, d:d + n] = e
+    keys[:, :, start, d:d + n] = 1
     values = torch.zeros_like(keys)
     values[:, :, :start, :d] = far_v
     values[:, :, start, d] = 1
 
-    y = softmax_attention(queries, keys, values, causal=False, scale=d ** -0.5).to(wide)
+    y = softmax_attention(queries, keys, values, causal=False, scale=1.0).to(wide)
     return (y[..., :d] + y[..., d:d + 1] * near).to(q.dtype)
 
 
-def digits(logit, d, n):
-    """Write a logit as n channels: -> e, parts (..., n) with e * sum(parts) / sqrt(d) = logit.
+def digits(logit, n):
+    """Write a logit as the sum of n channels: (...) float64 -> (..., n).
 
-    logit (...) float64. The parts are digits in base 256, which bfloat16 holds exactly, so no cast can hurt;
-    four are right to 2^-32. round() takes them, on a grid for each element: `.to(bfloat16)` would be dropped
-    by torch.compile and leave errors up to 1e3. The gradient goes through the first part.
+    They are digits in base 256, which bfloat16 holds exactly, so no cast can hurt; four are right to 2^-32.
+    round() takes them, on a grid for each element: `.to(bfloat16)` would be dropped by torch.compile and
+    leave errors up to 1e3. The gradient goes through the first one.
     """
-    e = 2.0 ** round(math.log2(math.sqrt(d)))
-    z = logit * (math.sqrt(d) / e)
-    rest, parts = z.detach(), []
+    rest, parts = logit.detach(), []
     grid = torch.exp2(torch.ceil(torch.log2(rest.abs().clamp_min(1e-30) / 256)))
     for _ in range(n):
         parts.append((rest / grid).round() * grid)
         rest, grid = rest - parts[-1], grid / 256
-    parts[0] = z + (parts[0] - z.detach())
-    return e, torch.stack(parts, dim=-1)
+    parts[0] = logit + (parts[0] - logit.detach())
+    return torch.stack(parts, dim=-1)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -365,12 +361,13 @@ def ut_transform(w, beta):
     """Products within chunks of steps: H_i ... H_1 = I - W[:i]^T X[:i, :i] W[:i] for every i of a chunk.
 
     w (B, H, T, d), beta (B, H, T) -> W (B, H, N, c, d), X (B, H, N, c, c) lower triangular; the last chunk is
-    filled up with identity steps (w = 0). Float32 or float64: bfloat16 breaks the solve. (Compact WY form:
-    Bischof & Van Loan 1987; Yang et al., arXiv 2406.06484.)
+    filled up with identity steps (w = 0). The solve is in float64: where steps are nearly the same, some CPUs
+    lose three digits in float32. (Compact WY form: Bischof & Van Loan 1987; Yang et al., arXiv 2406.06484.)
     """
     W, b = in_chunks(w), in_chunks(beta)
-    L = (b[..., None] * W @ W.mT).tril(-1)
-    return W, torch.linalg.solve_triangular(L, b.diag_embed(), upper=False, unitriangular=True)
+    L, b = (b[..., None] * W @ W.mT).tril(-1).double(), b.double()
+    X = torch.linalg.solve_triangular(L, b.diag_embed(), upper=False, unitriangular=True)
+    return W, X.to(W.dtype)
 
 
 def in_chunks(x):
@@ -387,7 +384,7 @@ class Reflections:
 
     w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): product of earlier steps.
     Products are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. Where up to SEGMENT steps
-    are learned, float32 is enough: right to 2e-4, and faster. The factor 2 / |w|^2 belongs to the graph: with
+    are learned, float32 is enough: right to 5e-5, and faster. The factor 2 / |w|^2 belongs to the graph: with
     w normalised outside, gradients would be wrong, since C^T = C^-1 holds on the sphere only. Left out of
     compiled graphs, like PaTH, whose loops cost the compiler a minute a layer (see results/speed.py).
     """
@@ -399,9 +396,8 @@ class Reflections:
         quick = w.requires_grad and start is None and T <= SEGMENT
         w = w.to(dtype if quick else torch.float64)
         size = w.detach().abs().amax(-1, keepdim=True)
-        w = w / size.clamp_min(torch.finfo(w.dtype).tiny)    # the same step, but no square underflows
-        norm = w.square().sum(-1)
-        beta = torch.where(norm > 0, 2 / torch.where(norm > 0, norm, 1), 0)
+        w = w / torch.where(size > 0, size, 1)               # the same step, but no square underflows
+        beta = 2 / w.square().sum(-1).clamp_min(1)           # |w|^2 is 1 or more, or w is zero: no step
         W, X = ut_transform(w, beta)
         XW = X @ W                                           # (B, H, N, c, d)
         eye = torch.eye(d, dtype=w.dtype, device=w.device)
@@ -447,9 +443,8 @@ class Path(NamedTuple):
     beta: torch.Tensor
 
     def attend(self, q, k, v, value_transport, key_bias, past):
-        if value_transport is not None or q.shape != k.shape:
-            raise ValueError(f"PaTH carries keys alone, for q and k of one shape, not {tuple(q.shape)} and "
-                             f"{tuple(k.shape)}")
+        if value_transport is not None:
+            raise ValueError(f"PaTH carries keys alone, not the values {tuple(v.shape)}")
         return path_attention(q, k, v, self.w, self.beta, key_bias, past)
 
 
@@ -462,25 +457,24 @@ def path_attention(q, k, v, w, beta, key_bias=None, past=None):
     carried to its start, where one SDPA meets the queries, carried back. In float32, float64 for float64
     input, whatever autocast says. PathSteps lists what fla does otherwise.
     """
-    if w.shape != q.shape or beta.shape != q.shape[:3] or not q.size(2):
-        raise ValueError(f"w {tuple(w.shape)} and beta {tuple(beta.shape)} do not fit q {tuple(q.shape)}")
     check_shapes(q, k, v, key_bias, past)
+    if not q.shape == k.shape == w.shape or q.shape[:3] != beta.shape:
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(w.shape)}, {tuple(beta.shape)}"
+        raise ValueError(f"PaTH needs q, k, w (B, H, T, d) and beta (B, H, T), not {shapes}")
     dtype, kernel = q.dtype, kernel_dtype(q, key_bias)
     wide = torch.promote_types(dtype, torch.float32)
-    old, T, d, out = held(past), q.size(2), q.size(3), []
+    old, out = held(past), []
 
     with torch.autocast(q.device.type, enabled=False):
-        q, k, v, w, beta = q.to(wide), k.to(wide), v.to(wide), w.to(wide), beta.to(wide)
-        bias = q.new_zeros(1, 1, old + T) if key_bias is None else key_bias
-        bias = bias.double().clamp_min(-1e30)
-        zero = row_zero(bias)
+        q, k, v, w, beta = q.to(wide) * q.size(-1) ** -0.5, k.to(wide), v.to(wide), w.to(wide), beta.to(wide)
+        bias, zero = bias_and_zero(q.new_zeros(1, 1, old + q.size(2)) if key_bias is None else key_bias)
         keys = past["k"] if old else k[:, :, :0]             # those before the segment, carried to its start
         if past is not None:
             v = append(past, "v", v, 2)
 
         for now, logits, q_start, far_k, keys in path_segments(q, k, w, beta, keys):
             near = slice(old + now.start, old + now.stop)    # of all tokens
-            logits = bias_mask(bias, zero, near, near, wide).add(logits, alpha=d ** -0.5)
+            logits = logits + bias_mask(bias, zero, near, near, wide)
             far_v = v[:, :, :near.start]
             out.append(near_and_far(logits, v[:, :, near], q_start.to(kernel), far_k, far_v, bias, zero))
 
@@ -519,12 +513,12 @@ def path_segment(q, k, w, beta):
     own = (q @ k.mT).tril() - QW @ XWK
     q = q - QW @ XW
     k = k - XWK.mT @ W
-    A = torch.eye(q.size(-1), dtype=q.dtype, device=q.device) - XW.mT @ W
+    eye = torch.eye(q.size(-1), dtype=q.dtype, device=q.device)
+    A = eye - XW.mT @ W
 
     # from chunk to chunk: keys so far are carried on, queries back
-    keys, q_start, product = k[:, :, 0], [q[:, :, 0]], A[:, :, 0]
-    rows = [F.pad(own[:, :, 0], (0, (N - 1) * c))]
-    for n in range(1, N):
+    keys, product, rows, q_start = k[:, :, 0, :0], eye, [], []
+    for n in range(N):
         row = torch.cat((q[:, :, n] @ keys.mT, own[:, :, n]), dim=-1)
         rows.append(F.pad(row, (0, (N - 1 - n) * c)))
         q_start.append(q[:, :, n] @ product.mT)
@@ -821,11 +815,10 @@ class Transport(nn.Module):
             if module and module.shared == shared:
                 self.add_module(name, module(config))
 
-    def forward(self, idx, x, past=None, shared=None):
-        """idx (B, T), x (B, T, C), shared: what the shared part returned -> a dict of what the scheme has:
-        rotation, values (transports), bias (B|1, H, T_k), scale (B|1, H|1, T)."""
-        given = dict(shared or {})
-        past = {} if past is None else past
+    def forward(self, idx, x, past=None):
+        """idx (B, T), x (B, T, C) -> a dict of what this part has: rotation, values (transports), bias
+        (B|1, H, T_k), scale (B|1, H|1, T)."""
+        given, past = {}, {} if past is None else past
         with torch.autocast(x.device.type, enabled=False):  # steps and gates are never bfloat16
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             for name, module in self.named_children():
