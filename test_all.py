@@ -2426,8 +2426,6 @@ SLIPS = [   # formula, what stands in it, what a slip makes of it
     ("biased_partition", "far_partition(lam_pairs) * ", ""),
     ("value_gain", "(1 + f64(r))", "1"), ("value_gain", "(1 + f64(r))", "1.05 * (1 + f64(r))"),
     ("value_moment", ".abs()", ".abs() / 2"), ("value_moment", "n[:, None] - n", "n[:, None] - n + 1"),
-    ("background_bound", "value_gain(r) * ", ""),
-    ("background_bound", "matrix_norm(covariance, 2)", "matrix_norm(covariance)"),
     ("value_floor", "torch.special.i1e(lam_pairs) / torch.special.i0e(lam_pairs)", "lam_pairs / 2"),
     ("far_output", "gain / n_eff[..., None]", "0.1 * gain / n_eff[..., None]"),
     ("scaled_gap", "c * near", "near"), ("scaled_gap", "c * lam_pairs", "lam_pairs"),

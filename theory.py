@@ -117,12 +117,10 @@ def full(n, x):
     return torch.full((n,), x, dtype=torch.float64)
 
 
-def count(n):
-    return torch.arange(1, n + 1, dtype=torch.float64)
-
-
-def square_of(x):
-    return x.square().sum(-1)
+def quadrature(lam_pairs):
+    """cos and e^(lam_b cos) at 64 angles, (64,) and (pairs, 64): their means are integrals over the circle."""
+    x = (math.pi / 32 * torch.arange(64, dtype=torch.float64)).cos()
+    return x, (lam_pairs[:, None] * x).exp()
 
 
 def exp_i(angle):
@@ -340,12 +338,6 @@ def near_scores_stay_above_far_ones(g):
     bound = route_bound(turn.expand(8, 2, 2))               # q and k at a right angle: s = sin(8 * .02)
     yield "|q.Pk - q.k| <= sum ||M_t - I|| |q||k|, 8 small turns", bound, ">=", math.sin(0.16), 1.01
 
-    logits = normal(g, 12)
-    gap = logits[:4].min() - logits[4:].max()
-    weights = logits.softmax(0)
-    ratio = weights[4:].max() / weights[:4].min()
-    yield "far weight <= e^-gap near weight", (-gap).exp(), "=", ratio
-
     union = 65536 * haar_tail_bound(far_threshold_haar(65536, 0.1, 64), 64)
     yield "P(a far logit > threshold) <= delta, haar_tail_bound", 0.1, "=", union
     above = 1 - (1 - haar_tail(far_threshold_haar(100, 0.05, 8), 8)) ** 4096        # independent tokens
@@ -355,8 +347,8 @@ def near_scores_stay_above_far_ones(g):
     yield "P(a far logit > threshold) <= delta, pairs_tail", 0.05, "=", union
 
     lam_pairs = f64([0.3, 1.0, 3.0])
-    x = (math.pi / 32 * count(64)).cos()
-    mean = (lam_pairs[:, None] * x).exp().mean(1).prod()
+    _, weight = quadrature(lam_pairs)
+    mean = weight.mean(1).prod()
     yield "E e^logit = Phi = prod_b I_0(lam_b) (quadrature)", far_partition(lam_pairs), "=", mean
 
     lam_pairs, far, Z_near = full(32, 0.25), 2048, 4 * math.exp(6)      # d = 64, lam = 8
@@ -413,9 +405,6 @@ def scaled_logits_hold_attention_if_the_gap_is_wide(g):
     lam_pairs, c = full(32, 0.25), f64([1.0, 1.5, 2.0, 3.0])
     gaps = torch.stack([scaled_gap(scale, 6.0, lam_pairs) for scale in c])
     yield "logits times c: Delta_eff >= c near - c^2 V/4", 6 * c - 0.5 * c ** 2, "<=", gaps, 1.02
-    logits = (2 * lam_pairs * walk(g, 30, 4096, 32).cos()).sum(-1)
-    rho = far_mass(logits.exp().sum(-1), 8 * math.exp(12))
-    yield "... E rho <= far/(far + near e^Delta_eff), c = 2", far_mass(4096, 8, gaps[2]), ">=", rho, 1.1
     twice, once = [scaled_gap(c, 1.5, lam_pairs) for c in (6.0, 3.0)]
     yield "! beyond c = 2 near/V it harms: near 1.5, c from 3 to 6", twice, "<", once
 
@@ -452,7 +441,7 @@ def biased_partition(lam_pairs, slope, near, length=math.inf):
 
 @check(6)
 def a_distance_bias_holds_attention(g):
-    n, bias = count(300) - 1, normal(g, 300)
+    n, bias = torch.arange(300, dtype=torch.float64), normal(g, 300)
     worst = torch.where(n < 20, -2.0, 2.0)
     rho = (worst + bias).softmax(0)[20:].sum()
     yield "any bias: rho <= R/(1+R); = for far +lam, near -lam", bias_far_bound(bias, 20, 2.0), "=", rho
@@ -472,7 +461,8 @@ def a_distance_bias_holds_attention(g):
 def value_gain(r):
     """kappa = (1+r)/(1-r): E |sum alpha_j P_j c|^2 <= kappa |c|^2 sum alpha^2, alpha independent of steps.
 
-    Steps need not commute: P_k' P_j = P_{j->k} for any orthogonal ones (reflections: kappa = d - 1).
+    Steps need not commute: P_k' P_j = P_{j->k} for any orthogonal ones (reflections: kappa = d - 1). If c is
+    drawn from N(0, S), the covariance of the sum has a norm of at most kappa sum alpha^2 times that of S.
     """
     return (1 + f64(r)) / (1 - f64(r))
 
@@ -482,12 +472,6 @@ def value_moment(alpha, chi):
     n = torch.arange(len(alpha))
     correlation = torch.as_tensor(chi, dtype=torch.complex128) ** (n[:, None] - n).abs()
     return alpha @ correlation.real @ alpha
-
-
-def background_bound(alpha, r, covariance):
-    """Values over a shared Gaussian background c ~ N(0, covariance): sum_j alpha_j P_j c has a covariance of
-    operator norm <= kappa sum alpha^2 ||covariance||."""
-    return value_gain(r) * (alpha ** 2).sum() * torch.linalg.matrix_norm(covariance, 2)
 
 
 @check(7)
@@ -501,7 +485,7 @@ def carried_values_decohere(g):
     yield "! steps need not commute: reflections, chi = 1 - 2/d", value_moment(alpha, 1 / 3), "=", square
     shared = torch.diag(f64([1.0, 1.0, 0.8]))
     norm = torch.linalg.matrix_norm((carried @ shared @ carried.mT).mean(0), 2)
-    bound = background_bound(alpha, 1 / 3, shared)
+    bound = value_gain(1 / 3) * (alpha ** 2).sum() * torch.linalg.matrix_norm(shared, 2)
     yield "background N(0, S): ||cov|| <= kappa sum alpha^2 ||S||", bound, ">=", norm, 1.35
 
     dirichlet = (math.sin(200) / math.sin(1) / 200) ** 2
@@ -529,8 +513,7 @@ def far_output(c2, coherent, gain, n_eff, noise=0.0):
 @check(7)
 def what_is_left_of_far_output(g):
     lam_pairs = f64([0.3, 1.0, 3.0])
-    x = (math.pi / 32 * count(64)).cos()
-    weight = (lam_pairs[:, None] * x).exp()
+    x, weight = quadrature(lam_pairs)
     left = (weight * x).mean(1) / weight.mean(1)
     yield "coherence left: I_1/I_0(lam_b) (quadrature)", value_floor(lam_pairs), "=", left
 
@@ -571,14 +554,12 @@ def a_norm_keeps_the_direction(g):
     carried = 0.35 * (weight[:, None] * exp_i(phase)).sum(1)                 # mixed, |c_b| = .35 in 4 pairs
     output = 0.3 * near + 0.7 * torch.cat((carried.real, carried.imag), dim=-1)
 
-    aside = square_of(output - (output @ near)[:, None] * near)
+    aside = (output - (output @ near)[:, None] * near).square().sum(-1)
     size = 0.7 * weight.square().sum().sqrt()
     tangent = 0.3 * output_angle(0.7, size, d).tan()
     yield "angle of o and its near part: tan = rho/(1-rho) |f|/|n|", tangent ** 2, "~", aside
-    angle = torch.acos(F.normalize(output, dim=-1) @ near)
-    apart = square_of(F.normalize(output, dim=-1) - near)
-    yield "normalised: |o - n| = 2 sin(angle/2)", 4 * (angle / 2).sin() ** 2, "=", apart
-    yield "! without a norm |o - n| >= rho |n|, incoherent or not", 0.49, "<=", square_of(output - near), 1.2
+    apart = (output - near).square().sum(-1)
+    yield "! without a norm |o - n| >= rho |n|, incoherent or not", 0.49, "<=", apart, 1.2
 
 
 # -----------------------------------------------------------------------------------------------------------
