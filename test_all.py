@@ -2527,9 +2527,8 @@ def test_statistics_equal_products_of_matrices(kind, values, biased, monkeypatch
     T, H, near, rows = 130, 2, 20, torch.tensor([25, 63, 128, 129])
     w, steps = randn(1, H, T, 8, seed=5), 2 * randn(1, H, T, 4, seed=9)
     unit, beta = F.normalize(w, dim=-1), 2 * torch.sigmoid(randn(1, H, T, seed=6))
-    eye = torch.eye(8, dtype=torch.float64).expand(1, H, T, 8, 8)
     transport, matrices = {
-        "none": (None, eye),
+        "none": (None, None),
         "rotation": (Rotation(accumulate(steps, dtype=torch.float64)), rotation_matrices(steps)),
         "reflections": (Reflections(w), reflection_matrices(w, exact_beta(w))),
         "path": (PathTransport(unit, beta), reflection_matrices(unit, beta)),
@@ -2538,14 +2537,11 @@ def test_statistics_equal_products_of_matrices(kind, values, biased, monkeypatch
     layer = layer_of(T, H, 8, transport, transport if values else None, bias)
     q, k, v = (x[0] for x in layer[:3])
 
-    logits, carried = torch.zeros(H, T, T).double(), v[:, None].repeat(1, T, 1, 1)
+    logits, carried = torch.zeros(H, T, T).double(), torch.zeros(H, T, T, 8).double()
+    keys, carried_values = carry(layer[1], matrices), carry(layer[2], matrices if values else None)
     for i in rows.tolist():
-        P = eye[0, :, 0]
-        for j in range(i, -1, -1):                          # P = M_i ... M_{j+1}
-            logits[:, i, j] = (q[:, i, None] @ P @ k[:, j, :, None])[:, 0, 0] / math.sqrt(8)
-            if values:
-                carried[:, i, j] = (P @ v[:, j, :, None])[..., 0]
-            P = P @ matrices[0, :, j]
+        logits[:, i, :i + 1] = (keys[i][0] @ q[:, i, :, None])[..., 0] / math.sqrt(8)
+        carried[:, i, :i + 1] = carried_values[i][0]
     if biased:
         logits = logits + bias[0][:, None] - bias[0][..., None]
 
