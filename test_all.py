@@ -2311,7 +2311,7 @@ def test_results_of_other_flags_seeds_or_checkpoints_are_not_mixed(tmp_path, mon
 
 def test_findings_and_the_papers_numbers_come_from_the_runs():
     run = importlib.import_module("results.run")
-    names = {name for _, *pair, _ in run.FINDINGS for name in pair} | {name for name, *_ in run.PAPER}
+    names = {name for _, *pair, _, _ in run.FINDINGS for name in pair} | {name for name, *_ in run.PAPER}
     assert names <= {row for row, *_ in run.TABLES["debian"]}
     results = {name: made_up_runs(name, np.full((3, 4), 0.1)) for name in names}
     results["random_qkv-out_norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))

@@ -461,30 +461,31 @@ def paper_table(results, bytes_per_token):
 LONG = ("random_qk_v random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
 FIGURE = "rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn alibi".split()
-# What is compared; two rows of the table; the context, as a multiple of that in training. At 1x perplexities
-# are compared, at others their ratios to that at 1x.
+# what is compared; of two rows of the table; at which multiple of the training context; by perplexity, or by
+# its ratio to that at the training context
 FINDINGS = [
-    ("Accumulated rotations against RoPE's", "random_qk", "rope", 16),
-    ("A distance bias against rotations alone", "alibi", "random_qk", 128),
-    ("Values carried, alone", "random_qkv", "random_qk", 128),
-    ("Values carried, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128),
-    ("What that norm costs", "random_qkv-out_norm", "random_qkv", 1),
-    ("Values by angles of their own, with the norm", "random_qk_v-out_norm", "random_qkv-out_norm", 128),
-    ("Logits that grow with ln i", "random_qkv+logn", "random_qkv", 128),
-    ("The same for PaTH", "path+logn", "path", 128),
-    ("The same for RoPE, whose score gap is gone at this length", "rope+logn", "rope", 128),
-    ("PaTH with them against a distance bias", "path+logn", "alibi", 128),
+    ("Accumulated rotations against RoPE's", "random_qk", "rope", 16, change),
+    ("A distance bias against rotations alone", "alibi", "random_qk", 128, change),
+    ("Values carried, alone", "random_qkv", "random_qk", 128, change),
+    ("Values carried, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128, change),
+    ("Values by angles of their own, with it", "random_qk_v-out_norm", "random_qkv-out_norm", 128, change),
+    ("What that norm costs, in perplexity", "random_qkv-out_norm", "random_qkv", 1, losses),
+    ("Logits that grow with ln i", "random_qkv+logn", "random_qkv", 128, change),
+    ("The same for PaTH", "path+logn", "path", 128, change),
+    ("The same for RoPE, whose score gap is gone at this length", "rope+logn", "rope", 128, change),
+    ("PaTH with them against a distance bias", "path+logn", "alibi", 128, change),
+    ("The same two, in perplexity", "path+logn", "alibi", 128, losses),
 ]
 
 
 def findings(results):
     """A line for each of FINDINGS whose runs are there."""
     lines = []
-    for text, name, other_name, times in FINDINGS:
+    for text, name, other_name, times, of in FINDINGS:
         one, other = results.get(name), results.get(other_name)
         if not one or not other:
             continue
-        found = paired(change if times > 1 else losses, one, other, times * one[0]["train_context"])
+        found = paired(of, one, other, times * one[0]["train_context"])
         n, (mean, error) = len(found), mean_and_error(found)
         agree = abs(np.sign(found.mean(1)).sum()) == n
         certain = "one seed" if n == 1 else f"{n} seeds " + ("agree" if agree else "disagree")
