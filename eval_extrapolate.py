@@ -31,7 +31,7 @@ from train import autocast, device_name, join_ranks, leave_ranks, pick_dtype, pr
 from transport import SCHEMES, LogLength, parse
 
 TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
-MOST_LABELS = 8          # in the figure
+MOST_LABELS = 9          # in the figure
 COLORS = "grey black C0 C1 C2 C3 C4 C5 C6 C8 navy teal olive maroon".split()   # nope, rope, other families
 
 

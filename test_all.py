@@ -2132,14 +2132,15 @@ def labels_of(results):
     return figure, {text.get_text(): text for text in figure.axes[0].texts}
 
 
-def test_the_figure_has_at_most_eight_labels_that_do_not_overlap():
+def test_the_figure_has_at_most_nine_labels_that_do_not_overlap():
     matplotlib_text = pytest.importorskip("matplotlib.text")
     results = [made_up("nope", None), *(made_up(pos, 2.0 + 0.001 * i) for i, pos in enumerate(ALL[1:]))]
     figure, labels = labels_of(results)
-    assert len(labels) == 8 and f"any rotation + {' or '.join(BIASES)}" in labels
+    assert len(labels) == 9 and f"any rotation + {' or '.join(BIASES)}" in labels
     figure.canvas.draw()
     boxes = sorted((text.get_window_extent() for text in labels.values()), key=lambda box: box.y0)
     assert all(low.y1 <= high.y0 and low.x1 < figure.bbox.width for low, high in zip(boxes, boxes[1:]))
+    assert boxes[0].y0 > 0 and boxes[-1].y1 < figure.bbox.height
     sizes = [text.get_fontsize() for text in figure.findobj(matplotlib_text.Text)]
     assert min(sizes) * 880 / figure.get_figwidth() / 72 >= 13               # pixels
     with pytest.raises(ValueError, match="per byte and per token cannot share"):
