@@ -286,13 +286,17 @@ def plot(results):
     ax.yaxis.set_major_formatter("{x:g}")
     ax.grid(alpha=0.3)
 
-    # labels stand beside the axes, as high as their lines end, or as the labels below need
+    # labels stand beside the axes, as high as their lines end, or as their neighbours need
     widest = max(map(len, ends), default=0)
     fig.subplots_adjust(left=0.08, right=0.97 - 0.0085 * widest, bottom=0.11, top=0.98)
-    height = -1
+    labels, height = [], -1
     for label, (ratio, color) in sorted(ends.items(), key=lambda end: end[1]):
         _, end = ax.transAxes.inverted().transform(ax.transData.transform((1, ratio)))
         height = max(end, height + 0.05)
+        labels.append((label, color, height))
+    height = 1.05
+    for label, color, wanted in reversed(labels):
+        height = min(wanted, height - 0.05)
         ax.text(1.01, height, label, color=color, va="center", transform=ax.transAxes)
     return fig
 
