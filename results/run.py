@@ -92,7 +92,7 @@ TABLES = {
         *runs("256x", "random_qkv path", (3,), also=" --logn"),
     ],
     "copy": [
-        *runs("copy", "rope random_qkv path alibi fox accum_qkv+alibi"),
+        *runs("copy", "rope random_qkv path alibi fox accum_qkv+alibi path+fox"),
         *runs("copy", "random_qkv", also=" --logn"),
         *runs("copy", "path", (1, 2, 3), also=" --logn"),
     ],
@@ -461,7 +461,7 @@ def paper_table(results, bytes_per_token):
 # rows of the first table that results/README.md has alone
 LONG = ("random_qk_v random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
-FIGURE = "rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn alibi fox".split()
+FIGURE = "rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn alibi path+fox".split()
 # what is compared; of two rows of the table; at which multiple of the training context; by perplexity, or by
 # its ratio to that at the training context
 FINDINGS = [
