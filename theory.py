@@ -118,7 +118,7 @@ def full(n, x):
 
 
 def quadrature(lam_pairs):
-    """cos and e^(lam_b cos) at 64 angles, (64,) and (pairs, 64): their means are integrals over the circle."""
+    """cos and e^(lam_b cos) at 64 angles, (64,) and (pairs, 64): their means are integrals over the angle."""
     x = (math.pi / 32 * torch.arange(64, dtype=torch.float64)).cos()
     return x, (lam_pairs[:, None] * x).exp()
 

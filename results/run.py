@@ -461,7 +461,8 @@ def paper_table(results, bytes_per_token):
 # rows of the first table that results/README.md has alone
 LONG = ("random_qk_v random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
-FIGURE = "rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn alibi path+fox".split()
+FIGURE = ("rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn "
+          "alibi path+fox").split()
 # what is compared; of two rows of the table; at which multiple of the training context; by perplexity, or by
 # its ratio to that at the training context
 FINDINGS = [
