@@ -566,8 +566,7 @@ Written by `python results/run.py tables`. A ratio is the perplexity over that a
 over seeds, ± one standard error over stretches of text and, where there are several, over seeds.
 """]
     parts += [section(table, rows) for table, rows in results.items() if rows]
-    parts.append(f"## theory\n\n    python {measured[0]['commands'][0]}\n\n{theory_table(measured)}\n\n"
-                 f"Loss, by what attention reads:\n\n{causes_table(measured)}\n")
+    parts.append(f"## theory\n\n    python {measured[0]['commands'][0]}\n\n{theory_table(measured)}\n")
     costs = ROOT / "results" / "speed.json"
     if costs.exists():
         parts.append(speed_tables(json.loads(costs.read_text())))
