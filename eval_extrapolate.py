@@ -32,6 +32,7 @@ from transport import SCHEMES, LogLength, parse
 
 TOKENS_AT_ONCE = 16384   # short windows go through the model in batches of this many tokens
 MOST_LABELS = 9          # in the figure
+LABEL_GAP = 0.05         # between labels, of the height of the axes
 COLORS = "grey black C0 C1 C2 C3 C4 C5 C6 C8 navy teal olive maroon".split()   # nope, rope, other families
 
 
@@ -252,6 +253,23 @@ def style(pos):
     }
 
 
+def label_ends(ax, ends):
+    """Write labels beside the axes, as high as their lines end, or as their neighbours need.
+
+    ends: (label, value at the line's end, color) each. Limits and scales of the axes must be set before.
+    """
+    to_axes = ax.transData + ax.transAxes.inverted()
+    height, labels = -math.inf, []
+    for label, value, color in sorted(ends, key=lambda end: end[1]):
+        height = max(to_axes.transform((1, value))[1], height + LABEL_GAP)
+        labels.append((label, color, height))
+
+    height = math.inf
+    for label, color, wanted in reversed(labels):
+        height = min(wanted, height - LABEL_GAP, 1)
+        ax.text(1.01, height, label, color=color, va="center", transform=ax.transAxes)
+
+
 def plot(results):
     """Log-log ratio by `last` against context, labels at the lines' ends -> Figure, to show 880 px wide.
 
@@ -286,18 +304,8 @@ def plot(results):
     ax.yaxis.set_major_formatter("{x:g}")
     ax.grid(alpha=0.3)
 
-    # labels stand beside the axes, as high as their lines end, or as their neighbours need
-    widest = max(map(len, ends), default=0)
-    fig.subplots_adjust(left=0.08, right=0.97 - 0.0085 * widest, bottom=0.11, top=0.98)
-    labels, height = [], -1
-    for label, (ratio, color) in sorted(ends.items(), key=lambda end: end[1]):
-        _, end = ax.transAxes.inverted().transform(ax.transData.transform((1, ratio)))
-        height = max(end, height + 0.05)
-        labels.append((label, color, height))
-    height = 1.05
-    for label, color, wanted in reversed(labels):
-        height = min(wanted, height - 0.05)
-        ax.text(1.01, height, label, color=color, va="center", transform=ax.transAxes)
+    label_ends(ax, [(label, ratio, color) for label, (ratio, color) in ends.items()])
+    fig.tight_layout()
     return fig
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from eval_extrapolate import Progress, add_logn, check_runs, finite, parse_lengths, pyplot
+from eval_extrapolate import Progress, add_logn, check_runs, finite, label_ends, parse_lengths, pyplot
 from model import load_model
 from train import pick_device
 from transport import Rotation, Transport, path_segments, rope_steps, rotate
@@ -873,14 +873,10 @@ def plot(results):
             contexts = [row["context"] for row in result["far"]]
             for key, style in ((measured, "-"), (theory, "--")):
                 ax.semilogx(contexts, [row[key] for row in result["far"]], style, base=4, color=f"C{i}")
-            ends.append((result["far"][-1][measured], f"C{i}", result["run"]))
-
-        height = 1.06                       # labels as high as line ends, or as those above need
-        for end, color, label in sorted(ends, reverse=True):
-            height = min(end, height - 0.06)
-            ax.annotate(label, (1.02, height), xycoords=ax.get_yaxis_transform(), color=color, va="center")
+            ends.append((result["run"], result["far"][-1][measured], f"C{i}"))
         ax.set(ylabel=title, ylim=(0, 1))
         ax.grid(alpha=0.3)
+        label_ends(ax, ends)
     axes[-1].set(xlabel="context length (tokens)")
     axes[-1].xaxis.set_major_formatter("{x:,.0f}")
     fig.tight_layout()
