@@ -2839,8 +2839,8 @@ def test_plot_of_two_runs(corpus, tmp_path, monkeypatch, capsys):
     figure = theory.plot([json.loads((Path(run) / "theory.json").read_text()) for run in runs])
     assert len(figure.axes) == 2 and figure.get_figwidth() == 8.8
     for ax in figure.axes:
-        first, second = (label.xy[1] for label in ax.texts)
-        assert abs(first - second) > 0.059
+        first, second = (label.get_position()[1] for label in ax.texts)
+        assert abs(first - second) > 0.049
     texts = [text for text in figure.findobj(lambda x: hasattr(x, "get_fontsize")) if text.get_text()]
     assert min(text.get_fontsize() for text in texts) * 100 / 72 >= 13                # pixels, shown 880 wide
     assert {"rope", "path"} <= {text.get_text() for text in texts}
