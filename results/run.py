@@ -85,6 +85,7 @@ TABLES = {
         *runs("debian", "random_qk_v+ssmax", out_norm=""),
         *runs("debian", "rope random_qk random_qkv path", (1, 2, 3), also=" --logn"),
         *runs("debian", "random_qk random_qkv random_qk_v", out_norm="", also=" --logn"),
+        *runs("debian", "random_qk random_qkv", max_iters=4800),
     ],
     "256x": [
         *runs("256x", "alibi", (3,)),
@@ -102,6 +103,7 @@ TABLES = {
         *runs("ablation", "random_qkv fresh_qk"),
         *(run for n_head in (1, 4) for run in runs("ablation", "random_qk random_qkv", n_head=n_head)),
         *(run for n_layer in (2, 8) for run in runs("ablation", "random_qk", n_layer=n_layer)),
+        *runs("ablation", "random_qkv", n_layer=8),
         *runs("ablation", "random_qk", qk_norm=""),
         *(run for scale in (1, 0.25, 0.0625, 0.015625)
           for run in runs("ablation", "alibi rope+alibi random_qkv+alibi", alibi_scale=scale)),
@@ -460,6 +462,7 @@ def paper_table(results, bytes_per_token):
 
 # rows of the first table that results/README.md has alone
 LONG = ("random_qk_v random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
+        "random_qk-max_iters4800 random_qkv-max_iters4800 "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
 FIGURE = ("rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn "
           "alibi path+fox").split()
