@@ -2227,18 +2227,18 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     assert statistics == {"encoding": "bytes", "tokens": 4, "bytes_per_token": (3 + 13) / 4, "sum_p2": 0.375,
                           "repeats": pytest.approx(1 / 3)}                   # 13: <|endoftext|>
     assert json.loads(run.CORPUS.read_text())["encodings"][1]["tokens"] == 9000
-    names = "debian", "findings", "copy", "corpus", "paper", "causes"
+    names = "debian", "findings", "corpus", "paper", "causes"
     marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]
     Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
     run.main("tables")
     first, long = Path("README.md").read_text(), Path("results/README.md").read_text()
-    head = "| scheme | seeds | perplexity per byte at 32 | `last` 128 | `last` 512 | `last` 2,048 |"
+    head = "| scheme | seeds | perplexity per byte at 32 | `last` 512 | `last` 2,048 | `window` 512 |"
     assert first.startswith(f"before\n<!-- table: debian -->\n{head}")
     assert first.endswith(" |\n<!-- end -->\nafter\n") and "old" not in first
     assert Path("assets/extrapolation.png").exists() and Path("assets/theory.png").exists()
     far = json.loads(Path("results/theory-debian-accum_qkv.json").read_text())["far"]
     assert f"| {far[0]['far_mass']:.3f} | {far[-1]['far_mass']:.3f} | {far[-1]['predicted']:.3f} |" in long
-    row = rows_of(json.loads(path.read_text()), "last")[128]
+    row = rows_of(json.loads(path.read_text()), "last")[512]
     assert f"{row['ratio']:.2f} ± {row['ratio_stderr']:.2f} |" in first and "| `accum_qkv` | 1 | " in long
     path.write_text(path.read_text().replace('"text": "', '"text": "another '))
     refused((ended(run.main, "tables"), capsys.readouterr().err), "differs in text")

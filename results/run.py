@@ -461,7 +461,8 @@ def paper_table(results, bytes_per_token):
 
 
 # rows of the first table that results/README.md has alone
-LONG = ("random_qk_v random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
+LONG = ("rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk householder_qkv "
+        "random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
         "random_qk-max_iters4800 random_qkv-max_iters4800 "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
 FIGURE = ("rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn "
@@ -550,13 +551,12 @@ def tables():
         raise ValueError("no results to show: make some with run.py debian, and then with run.py theory")
     first = any_run(main_table)
     base, longest = first["train_context"], first["longest"]
-    columns = [("last", 4 * base), ("last", 16 * base), ("last", longest), ("window", longest)]
+    columns = [("last", 16 * base), ("last", longest), ("window", 16 * base), ("window", longest)]
     shown = {
         "debian": ratio_table({row: main_table[row] for row in main_table if row not in LONG}, columns),
         "findings": findings(main_table),
         "corpus": corpus_lines(corpus),
         "paper": paper_table(main_table, corpus["encodings"][0]["bytes_per_token"]),
-        "copy": copy_table(results.get("copy", {})),
         "causes": causes_table(measured),
     }
     readme = (ROOT / "README.md").read_text()
