@@ -53,6 +53,8 @@ SETTINGS = {    # table -> flags of training and of evaluation
     "copy": ("", "--lengths 128,256,1024,4096,16384,32768 --stretches 4 --dtype bfloat16 --copy"),
     "ablation": ("--preset tiny --data debian --max_iters 400 --compile",
                  "--lengths 256,4096,16384 --stretches 6 --dtype bfloat16"),
+    "deep": ("--preset tiny --data debian --n_layer 16 --compile",
+             "--lengths 256,4096,16384 --stretches 6 --dtype bfloat16"),
     "tiny": ("--preset tiny", "--lengths 256,...,16384 --stretches 12"),
 }
 
@@ -108,6 +110,7 @@ TABLES = {
         *(run for scale in (1, 0.25, 0.0625, 0.015625)
           for run in runs("ablation", "alibi rope+alibi random_qkv+alibi", alibi_scale=scale)),
     ],
+    "deep": [*runs("deep", "random_qk random_qkv")],
     "tiny": [
         *runs("tiny", "nope rope random_qk random_qkv accum_qk accum_qkv path"),
         *runs("tiny", "alibi rope+alibi accum_qkv+alibi"),
@@ -481,6 +484,8 @@ FINDINGS = [
     ("The same for RoPE, whose score gap is gone at this length", "rope+logn", "rope", 128, change),
     ("PaTH with them against a distance bias", "path+logn", "alibi", 128, change),
     ("The same two, in perplexity", "path+logn", "alibi", 128, losses),
+    ("RoPE beside a distance bias, in perplexity", "rope+alibi", "alibi", 128, losses),
+    ("PaTH beside a learned one, in perplexity", "path+fox", "fox", 128, losses),
 ]
 
 
