@@ -83,13 +83,13 @@ def all_nll(model, stretches, length, progress):
 
 
 def with_copy(stretches, length, passage):
-    """The last `length` + 1 tokens of stretches (n, longest + 1); the first are the `passage` last ones."""
+    """The last `length` + 1 tokens of stretches (n, longest + 1), their last `passage` at the start, too."""
     windows = stretches[:, -length - 1:].copy()
     windows[:, :passage] = stretches[:, -passage:]
     return windows
 
 
-def finite(value):
+def for_json(value):
     """The value as JSON holds it: None in place of infinity and not-a-number."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
@@ -111,7 +111,7 @@ def summary(nll, base):
     log_ratio, log_ratio_error = mean_and_error(stretches - base.mean(1, dtype=np.float64))
     with np.errstate(over="ignore"):
         ppl, ratio = np.exp([mean, log_ratio]).tolist()
-    return finite({
+    return for_json({
         "tokens": nll.size,
         "finite": math.isfinite(ppl),
         "nll": mean,
@@ -243,7 +243,7 @@ def pyplot():
 
 
 def style(pos):
-    """A scheme's look, from SCHEMES: a hue for its family, solid if values are carried, dots with a bias."""
+    """A scheme's look, from SCHEMES: a hue for its family, solid if values are carried, dots for a "+"."""
     first = pos.split("+")[0]
     families = list(dict.fromkeys(name.split("_")[0] for name in SCHEMES))   # accum for accum_qk, accum_qkv
     return {
@@ -298,7 +298,7 @@ def plot(results):
         ax.axvline(context, color="grey", linestyle=":")
     ax.set_xscale("log", base=4)
     ax.set_yscale("log", base=2)
-    ax.set_xlabel("context in tokens (dotted: in training);   solid: values are carried, dashed: not")
+    ax.set_xlabel("context in tokens (dotted: in training);   solid: values are carried,   dots: with a +")
     ax.set_ylabel(f"perplexity {units[0]} / that at the training context")
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.yaxis.set_major_formatter("{x:g}")

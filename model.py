@@ -1,8 +1,8 @@
 """The decoder: pre-norm, no biases, GELU MLP, tied embedding and head. The defaults of GPTConfig are the
 paper's model.
 
-Nothing here depends on the training context, and on the positional scheme only three lines do: the shared
-transport in GPT, the layer's own in Attention, and the call of `attend`. See transport.py.
+No size depends on the training context. The positional scheme comes in by Transport, shared in GPT and a
+layer's own in Attention, by the scale of q, and by `attend`. See transport.py.
 """
 import math
 import warnings
@@ -161,8 +161,8 @@ class GPT(nn.Module):
     def nll(self, idx, targets):
         """Negative log-likelihood (nats) of every target: idx, targets (B, T) -> (B, T), float32 or wider.
 
-        Logits exist for LOGITS_AT_ONCE // rows of the embedding at a time, also in training, which computes
-        them again on the way back.
+        At most LOGITS_AT_ONCE logits are in memory, or LOGITS_IN_CACHE, also in training, which computes them
+        again on the way back.
         """
         x, y = self.hidden(idx).flatten(0, 1), targets.flatten()
         cached = x.device.type == "cpu" and not torch.is_grad_enabled()
@@ -181,7 +181,8 @@ class GPT(nn.Module):
         return F.cross_entropy(logits, y, reduction="none")
 
     def forward(self, idx, targets=None, past=None):
-        """-> (logits, loss): with targets (None, mean loss), else (the last position's (B, 1, V), None)."""
+        """-> (logits, loss): with targets (None, mean loss), and no past; else (those of the last position,
+        (B, 1, rows of the embedding), None)."""
         if targets is not None:
             return None, self.nll(idx, targets).mean()
         return F.linear(self.hidden(idx, past)[:, -1:], self.wte.weight), None
@@ -243,7 +244,7 @@ def load_model(path, device="cpu"):
         model.load_state_dict(saved["model"])
         model.n_ids = saved["vocab_size"]
         for name in ("block_size", "data", "seed"):
-            saved["train_config"][name]
+            saved["train_config"][name]                       # KeyError where it is missing
         for name in ("iter_num", "encoding"):
             saved[name]
     except Exception as e:

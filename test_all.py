@@ -2761,7 +2761,7 @@ SPLIT = ["nope", "rope", "accum_qkv+alibi", "random_qk_v", "householder_qkv", "p
 @pytest.mark.parametrize("pos", SPLIT)
 def test_near_and_far_parts_make_the_output(pos, monkeypatch):
     """Their sum is what the layer reads; the near part alone, made whole, is attention to near keys only."""
-    monkeypatch.setattr(theory, "CHUNK", 16)
+    monkeypatch.setattr(theory, "AT_ONCE", 16)
     model, idx, near = tiny(pos, torch.float64, n_layer=1), ids(1, 40), 8
     with torch.no_grad():
         layer = next(theory.layer_inputs(model, idx))

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from eval_extrapolate import Progress, add_logn, check_runs, finite, label_ends, parse_lengths, pyplot
+from eval_extrapolate import Progress, add_logn, check_runs, for_json, label_ends, parse_lengths, pyplot
 from model import load_model
 from train import pick_device
 from transport import Rotation, Transport, path_segments, rope_steps, rotate
@@ -387,7 +387,7 @@ def attention_drifts_to_far_tokens(g):
     yield "rho >= that with 2 lam; = for near +8, far -8", far_mass(65472, 64, 16), "=", weights[64:].sum()
     left = 1 - far_mass(1e9, 64, 4)
     yield "! 1 - rho goes to 0, as near e^gap/far: far = 1e9, gap 4", 64e-9 * math.exp(4), ">=", left, 1.001
-    yield "! lam = 8 forces 1/2 only far beyond 65,536: 5.6e8 tokens", far_mass(5.6e8, 64, 16), "<", 0.5
+    yield "! lam = 8 forces 1/2 only far beyond 65,536: 5.68e8 tokens", far_mass(5.68e8, 64, 16), "<", 0.5
 
 
 def scaled_gap(c, near, lam_pairs):
@@ -566,7 +566,7 @@ def a_norm_keeps_the_direction(g):
 # A trained model, measured at the same query tokens for every length
 
 QUERIES = 32      # measured per head and stretch of text
-CHUNK = 1024      # queries at a time where all are measured
+AT_ONCE = 1024    # queries at a time where all are measured
 TOLERANCE = 0.1   # nats: phases have mixed when the mean logit is this close to its limit
 FAR = {"far_mass": ".4f", "predicted": ".4f", "mean_far": ".4f", "worst_case": ".1e", "gap": ".2f",
        "coherence": ".3f", "expected": ".3f", "n_eff^-.5": ".3f", "angle": ".2f", "exp_angle": ".2f"}
@@ -666,8 +666,8 @@ def split_logits(layer, rows, near):
 
 def measured_gap(near_logits, far_logits):
     """Delta_eff (H, Q): logmeanexp of near logits minus that of far ones."""
-    counts = [logits.isfinite().sum(-1).double().log() for logits in (near_logits, far_logits)]
-    return near_logits.logsumexp(-1) - counts[0] - far_logits.logsumexp(-1) + counts[1]
+    means = [x.logsumexp(-1) - x.isfinite().sum(-1).double().log() for x in (near_logits, far_logits)]
+    return means[0] - means[1]
 
 
 def far_statistics(layer, rows, near):
@@ -686,23 +686,24 @@ def far_statistics(layer, rows, near):
     if key_bias is not None:                                # it may rise
         spread = spread + key_bias[0][:, rows] - key_bias[0][:, :1]
 
-    alpha = far_logits.softmax(-1).to(v.dtype)              # far output over rho
+    alpha = far_logits.softmax(-1).to(v.dtype)              # weights over rho
     carried = v[0] if value_transport is None else value_transport.encode(v)[0]
     size = (alpha @ v[0].norm(dim=-1, keepdim=True))[..., 0]
     n_eff = 1 / alpha.square().sum(-1)
     expected = expected_output(layer, carried, rows, near, n_eff)
-    rho, near_output = far_mass(far, near, gap), near_logits.softmax(-1).to(v.dtype) @ carried
-    output = (1 - rho)[..., None] * near_output + rho[..., None] * (alpha @ carried)
+    rho = far_mass(far, near, gap)
+    near_part, far_part = near_logits.softmax(-1).to(v.dtype) @ carried, alpha @ carried
+    output = (1 - rho)[..., None] * near_part + rho[..., None] * far_part
     return {
         "gap": gap,
         "far_mass": rho,
         "mean_far": far_mass(far, near, near_logits.amax(-1) - far_mean),
         "worst_case": far_mass(far, near, spread),
-        "coherence": (alpha @ carried).norm(dim=-1) / size,
+        "coherence": far_part.norm(dim=-1) / size,
         "expected": expected / size,
         "n_eff^-.5": n_eff.rsqrt(),
-        "angle": torch.acos(F.cosine_similarity(output, near_output, dim=-1).clamp(-1, 1)),
-        "exp_angle": output_angle(rho, expected / near_output.norm(dim=-1), v.size(-1)),
+        "angle": torch.acos(F.cosine_similarity(output, near_part, dim=-1).clamp(-1, 1)),
+        "exp_angle": output_angle(rho, expected / near_part.norm(dim=-1), v.size(-1)),
     }
 
 
@@ -730,12 +731,12 @@ def expected_output(layer, carried, rows, near, n_eff):
 def split_output(layer, near):
     """A layer's output as its near and its far part (1, H, T, d), and the near mass 1 - rho (1, H, T, 1).
 
-    Logits are CHUNK x T a head.
+    Logits are AT_ONCE x T a head.
     """
     _, _, v, _, value_transport, _ = layer
     values = v if value_transport is None else value_transport.encode(v)
     parts = []
-    for rows in torch.arange(v.size(2), device=v.device).split(CHUNK):
+    for rows in torch.arange(v.size(2), device=v.device).split(AT_ONCE):
         near_logits, far_logits = split_logits(layer, rows, near)
         weights = torch.maximum(near_logits, far_logits).softmax(-1).to(v.dtype)[None]
         near_weights = weights * near_logits.isfinite()
@@ -802,11 +803,10 @@ def measure(run, args):
     lengths, near = parse_lengths("", context, args.length), context // 4
 
     progress = Progress(model, run.name, [(length, length) for length in lengths for _ in ends])
-    far, first, first_rows = [], [], None                   # first: logits at the training context
+    first_rows = torch.linspace(context - context // 2, context - 1, QUERIES, device=device).long()
+    far, first = [], []                                     # first: logits at the training context
     for length in lengths:
-        rows = torch.linspace(length - context // 2, length - 1, QUERIES, device=device).long()
-        first_rows = rows if first_rows is None else first_rows
-        found = []
+        rows, found = first_rows + length - context, []     # the same tokens
         for text in stretches:
             for layer in layer_inputs(model, text[None, -length - 1:-1]):
                 found.append(far_statistics(layer, rows, near))
@@ -835,7 +835,7 @@ def measure(run, args):
         losses = [causes(model, text[-args.causes - 1:], near, context) for text in stretches]
         mean = {name: float(np.mean([loss[name] for loss in losses])) for name, *_ in CAUSES}
         result["causes"] = {"context": args.causes} | mean
-    data.write_json(run / "theory.json", finite(result))
+    data.write_json(run / "theory.json", for_json(result))
     print_result(result)
     return result
 

@@ -56,7 +56,7 @@ class TrainConfig:
     gradient_accumulation_steps: int = option(1, "micro-batches per iter, over all processes")
     max_iters: int = option(1000, "iters in all")
     learning_rate: float = option(2e-3, "peak of the cosine schedule")
-    min_lr: float = option(2e-4, "its end")
+    min_lr: float = option(2e-4, "learning rate at the last iter")
     warmup_iters: int = option(50, "iters of linear warm-up")
     weight_decay: float = option(0.1, "on matrices, but not on positional parameters")
     beta1: float = option(0.9, "AdamW")
@@ -187,7 +187,7 @@ def join_ranks(device):
 
 
 def over_ranks(number):
-    """Its mean over all ranks. The hosts agree on it, whatever their devices are doing."""
+    """Mean of a number over ranks, on the hosts: no device is waited for."""
     world_size = ranks()[1]
     if world_size == 1:
         return number
@@ -197,7 +197,7 @@ def over_ranks(number):
 
 
 def leave_ranks(code):
-    """Under torchrun, end this rank when all are done; not gloo's threads, which abort one time in ten."""
+    """Under torchrun, wait for all ranks, then end without gloo's clean-up, which aborts one time in ten."""
     if ranks()[1] > 1:
         dist.barrier()
         sys.stdout.flush()
@@ -208,8 +208,8 @@ def make_optimizer(model, config):
     """Fused AdamW. Matrices decay, but no positional parameters: that would pull angles to zero."""
     groups = [{"params": [], "weight_decay": config.weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
-        plain = parameter.dim() < 2 or is_positional(name)
-        groups[plain]["params"].append(parameter)
+        no_decay = parameter.dim() < 2 or is_positional(name)
+        groups[no_decay]["params"].append(parameter)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
 
 
@@ -267,7 +267,7 @@ def open_log(out, iter_num):
     kept = []
     for line in log_file:
         with suppress(Exception):
-            if json.loads(line)["iter_num"] <= iter_num > 0:
+            if iter_num > 0 and json.loads(line)["iter_num"] <= iter_num:
                 kept.append(line)
     log_file.truncate(0)
     log_file.writelines(kept)

@@ -9,7 +9,7 @@ with C_t = M_t C_{t-1}. So attention is
     encode q, k (and v) by C_t^-1   ->   one causal softmax attention   ->   decode the output by C_i.
 
 b is a distance bias: any function of the key's place minus the same function of the query's. (Biases that are
-not such a difference, like T5's, do not fit.) This file needs torch alone: copy it, or any function of it.
+not such a difference, like T5's, do not fit.) This file needs torch alone: copy it, or parts (see README.md).
 Read first `accumulate`, `Rotation`, `attend`, and then, from the end, SCHEMES and the modules it names.
 
 Conventions (tested in test_all.py)
@@ -18,7 +18,7 @@ Conventions (tested in test_all.py)
   sign    is RoPE's: q, k and v turn by +phase, the output by -phase. RoPE is the case of a constant step,
           ALiBi that of a constant forget gate, no positions (NoPE) that of a zero step.
   shapes  q (B, H, T, d); k, v the same, or of more positions (queries are then the last ones), or of fewer
-          heads (each serves H / H_kv heads of q in a row); key biases (B|1, H|1, T).
+          heads (each serves H / H_kv heads of q in a row); key biases (B|1, H|1, T_k).
   norms   of q and k, if any, come before transport: a learnable gain after it would break the path law.
 """
 import math
@@ -208,7 +208,8 @@ def append(past, name, new, dim):
 
 
 def for_queries(carry, x, k):
-    """carry: the encode or decode of k's positions and heads; x has the last of them, or groups of heads."""
+    """Apply carry, the encode or decode for k's positions and heads, to x, which may have only the last
+    positions, and groups of heads."""
     missing, groups = k.size(2) - x.size(2), x.size(1) // k.size(1)
     if missing == 0 and groups == 1:
         return carry(x)
@@ -278,6 +279,7 @@ def masked_attention(q, k, v, bias, zero):
     mask = bias_mask(bias.detach(), zero, slice(T - q.size(2), T), slice(0, T), q.dtype)
     if bias.requires_grad:
         nothing = bias - bias.detach()                       # adds zero to a logit, but takes its gradient
+        # of 8 channels seven are zero: fused kernels want a multiple of 8
         channels = F.pad(nothing[..., None], (0, 7)).to(k.dtype).expand(*k.shape[:3], 8)
         q = F.pad(q, (0, 8), value=1.0)
         k = torch.cat((k, channels), dim=-1)
@@ -383,10 +385,11 @@ class Reflections:
     """The transport of accumulated exact reflections H_t = I - 2 w_t w_t^T / |w_t|^2.
 
     w (B, H, T, d), any scale; a zero w is the identity step. start (B, H, d, d): product of earlier steps.
-    Products are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. Where up to SEGMENT steps
-    are learned, float32 is enough: right to 5e-5, and faster. The factor 2 / |w|^2 belongs to the graph: with
-    w normalised outside, gradients would be wrong, since C^T = C^-1 holds on the sphere only. Left out of
-    compiled graphs, like PaTH, whose loops cost the compiler a minute a layer (see results/speed.py).
+    Products are in float64: after 65,536 steps C is orthogonal to 1e-13, not 1e-4. Up to SEGMENT learned
+    steps are multiplied in float32: right to 5e-5, and faster. The factor 2 / |w|^2 stays in the graph: with
+    a constant in its place gradients are wrong, since C^T = C^-1 holds on the sphere only. Left out of
+    compiled graphs, like PaTH, which gets NaN there, and costs the compiler a minute a layer (see
+    results/speed.py).
     """
 
     @torch.compiler.disable
@@ -454,8 +457,9 @@ def path_attention(q, k, v, w, beta, key_bias=None, past=None):
 
     q, k, v (B, H, T, d), w (B, H, T, d) unit vectors, beta (B, H, T) in (0, 2) -> (B, H, T, d); values stay.
     key_bias and past as in `attend`. By segments: its own keys have explicit logits; earlier ones have been
-    carried to its start, where one SDPA meets the queries, carried back. In float32, float64 for float64
-    input, whatever autocast says. PathSteps lists what fla does otherwise.
+    carried to its start, where one SDPA meets the queries, carried back. Products are in float32, in float64
+    for float64 input, whatever autocast says, that SDPA in kernel_dtype. PathSteps lists what fla does
+    otherwise.
     """
     check_shapes(q, k, v, key_bias, past)
     if not q.shape == k.shape == w.shape or q.shape[:3] != beta.shape:
@@ -567,8 +571,8 @@ class ConstantAngles(Angles):
 
 
 def random_angles(config, which):
-    """N(0, sigma^2) per token id, head and pair, (vocab_size, H * d/2): the first table or another from a
-    generator of their own, which torch.manual_seed determines: every rank and every scheme draws the same."""
+    """Table number `which` of N(0, sigma^2) per token id, head and pair, (vocab_size, H * d/2). It depends on
+    torch.manual_seed alone: every rank and every scheme draws the same."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     shape = which + 1, config.vocab_size, config.n_embd // 2
     return config.sigma * torch.randn(shape, generator=generator)[which]
@@ -791,7 +795,7 @@ def parse(pos):
     kinds = [SCHEMES[name].kind if name in SCHEMES else "unknown" for name in names]
     if kinds != [kind for kind in KINDS if kind in kinds]:
         lists = [[name for name, scheme in SCHEMES.items() if scheme.kind == kind] for kind in KINDS]
-        known = "; ".join(f"{kind}: {', '.join(list)}" for kind, list in zip(KINDS, lists))
+        known = "; ".join(f"{kind}: {', '.join(group)}" for kind, group in zip(KINDS, lists))
         raise ValueError(f"unknown scheme '{pos}'; {known}; '+' joins one of each, as in accum_qkv+alibi")
     found = {"rotation": "nope", "bias": None, "scale": None} | dict(zip(kinds, names))
     return tuple(found.values())

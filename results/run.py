@@ -377,8 +377,8 @@ def copy_table(results):
 
 def theory_table(results):
     """Far mass at the training context and at the longest one, its prediction, and coherence."""
-    titles = ["run", "far mass", "at the longest", "predicted", "Δ_eff", "coherence", "expected", "angle",
-              "expected"]
+    titles = ["run", "far mass at first", "at the longest", "predicted", "Δ_eff", "coherence",
+              "expected coherence", "angle of output and near part", "expected angle"]
     rows = []
     for result in results:
         first, last = result["far"][0], result["far"][-1]
