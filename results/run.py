@@ -464,7 +464,7 @@ def paper_table(results, bytes_per_token):
 
 
 # rows of the first table that results/README.md has alone
-LONG = ("rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk householder_qkv "
+LONG = ("rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk "
         "random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
         "random_qk-max_iters4800 random_qkv-max_iters4800 "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
@@ -474,6 +474,7 @@ FIGURE = ("rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn p
 # its ratio to that at the training context
 FINDINGS = [
     ("Accumulated rotations against RoPE's", "random_qk", "rope", 16, change),
+    ("The same against no positions, in perplexity", "random_qk", "nope", 128, losses),
     ("A distance bias against rotations alone", "alibi", "random_qk", 128, change),
     ("Values carried, alone", "random_qkv", "random_qk", 128, change),
     ("Values carried, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128, change),
@@ -481,7 +482,7 @@ FINDINGS = [
     ("What that norm costs, in perplexity", "random_qkv-out_norm", "random_qkv", 1, losses),
     ("Logits that grow with ln i", "random_qkv+logn", "random_qkv", 128, change),
     ("The same for PaTH", "path+logn", "path", 128, change),
-    ("The same for RoPE, whose score gap is gone at this length", "rope+logn", "rope", 128, change),
+    ("The same for RoPE, whose score gap is gone", "rope+logn", "rope", 128, change),
     ("PaTH with them against a distance bias", "path+logn", "alibi", 128, change),
     ("The same two, in perplexity", "path+logn", "alibi", 128, losses),
     ("RoPE beside a distance bias, in perplexity", "rope+alibi", "alibi", 128, losses),
