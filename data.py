@@ -18,6 +18,7 @@ import os
 import pickle
 import platform
 import shutil
+import signal
 import sys
 import sysconfig
 import time
@@ -34,8 +35,20 @@ TEXT = ".txt .md .rst .py .c .h .cpp .js .ts .java .go .rs .tex .html .css .json
 
 def die(message):
     """Bad input: one line on stderr, exit status 2."""
-    print(f"error: {message}", file=sys.stderr)
+    print("error:", " ".join(str(message).split()), file=sys.stderr)
     raise SystemExit(2)
+
+
+@contextmanager
+def one_line_errors():
+    """Bad input within ends as in `die`, Ctrl-C with one line and exit status 130."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        die(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130)
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,9 +73,9 @@ def progress(shown, text):
 
 
 @contextmanager
-def written_whole(path, mode="w"):
-    """A file to write as path.partial and rename at the end: `path` is always whole."""
-    partial = Path(f"{path}.partial")
+def written_whole(path, mode="w", suffix=".partial"):
+    """A file to write with this suffix and rename at the end: `path` is always whole."""
+    partial = Path(f"{path}{suffix}")
     try:
         with partial.open(mode) as file:
             yield file
@@ -74,8 +87,8 @@ def written_whole(path, mode="w"):
 
 
 def write_json(path, value):
-    """Raises ValueError for not-a-number and infinity."""
-    with written_whole(path) as file:
+    """Raises ValueError for not-a-number and infinity. Several processes may write the same file."""
+    with written_whole(path, suffix=f".{os.getpid()}.partial") as file:
         file.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
@@ -225,7 +238,8 @@ def shingles(ids):
 
 
 def without_copies(documents, train):
-    """The documents of which at most half of the shingles occur in the ids of `train`."""
+    """The documents of which at most half of the shingles occur in the ids of `train`; of fewer than 32 ids,
+    all."""
     hashes = [shingles(ids) for ids in documents]
     known, copied = set().union(*hashes), set()
     for start in range(0, len(train), 2 ** 18):
@@ -374,14 +388,10 @@ def main():
         documents, source = stdlib_documents(), STDLIB
     if args.paths == ["openwebtext"]:
         documents, source, encoding_name = openwebtext_documents(), OPENWEBTEXT, "gpt2"
-    try:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without removing what is half made
+    with one_line_errors():
         out = folder_for(args.paths[0], args.name)
         prepare(documents, out, source, args.encoding or encoding_name, args.tokens, args.val_tokens)
-    except (ValueError, OSError) as e:
-        die(e)
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        raise SystemExit(130)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def evaluate(run, args):
         add_logn(model, block_size)
     folder = data.find(args.data or config["data"])
     data.check_encoding(folder, encoding)
-    val = data.load(folder, "val", block_size + 1, saved["vocab_size"])
+    val = data.load(folder, "val", block_size + 1, model.config.vocab_size)
     wanted = parse_lengths(args.lengths, block_size, 65536 if "cuda" in args.device else 16384)
     lengths = [length for length in wanted if length < len(val)]
     longest = lengths[-1]
@@ -173,12 +173,12 @@ def evaluate(run, args):
     stretches = np.stack([val[start:start + longest + 1] for start in starts])
     rank, world_size = ranks()
     result = {
-        "run": run.name + "+logn" * args.logn,
+        "run": run.resolve().name + "+logn" * args.logn,
         "pos": model.config.pos,
         "iter_num": saved["iter_num"],
         "train_context": block_size,
         "checkpoint": hashlib.sha256(ckpt.read_bytes()).hexdigest(),
-        "data": folder.name,
+        "data": folder.resolve().name,
         "unit": "per byte" if encoding == "bytes" else f"per token ({encoding})",
         "stretches": count,
         "longest": longest,
@@ -267,7 +267,7 @@ def label_ends(ax, ends):
     height = math.inf
     for label, color, wanted in reversed(labels):
         height = min(wanted, height - LABEL_GAP, 1)
-        ax.text(1.01, height, label, color=color, va="center", transform=ax.transAxes)
+        ax.text(1.01, height, label, color=color, va="center", transform=ax.transAxes, parse_math=False)
 
 
 def plot(results):
@@ -309,6 +309,14 @@ def plot(results):
     return fig
 
 
+def save_figure(figure, path):
+    """Write a figure as PNG, whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    with data.written_whole(path, "wb") as file:
+        figure.savefig(file, format="png")
+    print(f"\n{path}")
+
+
 # ------------------------------------------------------------------------------------------------------------
 
 def check_runs(runs):
@@ -344,7 +352,7 @@ def parse_args(argv):
 def main(argv=None):
     """-> exit status: 1 if a perplexity is not finite."""
     results = []
-    try:
+    with data.one_line_errors():
         args = parse_args(argv)
         if args.plot:
             pyplot()                                         # before the work, not after it
@@ -354,11 +362,7 @@ def main(argv=None):
             results.append(evaluate(run, args))
             table(results[-1])
         if args.plot and ranks()[0] == 0:
-            Path("out").mkdir(exist_ok=True)
-            plot(results).savefig("out/extrapolation.png")
-            print("\nout/extrapolation.png")
-    except (ValueError, OSError) as error:
-        data.die(error)
+            save_figure(plot(results), Path("out/extrapolation.png"))
     bad = [result["run"] for result in results if not all(row["finite"] for row in result["rows"])]
     if bad:
         print0(f"error: perplexity is not finite: {', '.join(bad)}", file=sys.stderr)

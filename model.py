@@ -158,13 +158,13 @@ class GPT(nn.Module):
             x = block(x, idx, shared, layer_past)
         return self.ln_f(x)
 
-    def nll(self, idx, targets):
+    def nll(self, idx, targets, past=None):
         """Negative log-likelihood (nats) of every target: idx, targets (B, T) -> (B, T), float32 or wider.
 
         At most LOGITS_AT_ONCE logits are in memory, or LOGITS_IN_CACHE, also in training, which computes them
         again on the way back.
         """
-        x, y = self.hidden(idx).flatten(0, 1), targets.flatten()
+        x, y = self.hidden(idx, past).flatten(0, 1), targets.flatten()
         cached = x.device.type == "cpu" and not torch.is_grad_enabled()
         rows = max(1, (LOGITS_IN_CACHE if cached else LOGITS_AT_ONCE) // self.wte.num_embeddings)
         if len(y) <= rows:
@@ -181,10 +181,10 @@ class GPT(nn.Module):
         return F.cross_entropy(logits, y, reduction="none")
 
     def forward(self, idx, targets=None, past=None):
-        """-> (logits, loss): with targets (None, mean loss), and no past; else (those of the last position,
-        (B, 1, rows of the embedding), None)."""
+        """-> (logits, loss): with targets (None, mean loss), else (those of the last position, (B, 1, rows of
+        the embedding), None)."""
         if targets is not None:
-            return None, self.nll(idx, targets).mean()
+            return None, self.nll(idx, targets, past).mean()
         return F.linear(self.hidden(idx, past)[:, -1:], self.wte.weight), None
 
     @torch.no_grad()
@@ -199,11 +199,12 @@ class GPT(nn.Module):
 
         past, new = self.new_past(), idx
         for _ in range(n):
-            logits = self(new, past=past)[0][:, -1, :self.n_ids].float()
+            logits = self(new, past=past)[0][:, -1, :self.n_ids].double()
             if top_k:
                 least = logits.topk(min(top_k, self.n_ids)).values[:, -1:]
                 logits[logits < least] = -math.inf
             if temperature > 0:
+                logits -= logits.amax(-1, keepdim=True)     # a tiny temperature makes no inf - inf
                 new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
             else:
                 new = logits.argmax(-1, keepdim=True)
@@ -242,7 +243,7 @@ def load_model(path, device="cpu"):
             raise TypeError(f"it holds a {type(saved).__name__}")
         model = GPT(GPTConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
-        model.n_ids = saved["vocab_size"]
+        model.n_ids = min(saved["vocab_size"], model.config.vocab_size)
         for name in ("block_size", "data", "seed"):
             saved["train_config"][name]                       # KeyError where it is missing
         for name in ("iter_num", "encoding"):

@@ -267,6 +267,21 @@ def test_a_rotation_asks_for_no_gradient_that_nobody_needs():
         first.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_each_text_by_torch_func():
+    """vmap over texts of grad over parameters equals the gradients text by text."""
+    model, idx = tiny("accum_qkv", torch.float64, n_layer=1), ids(3, 9)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, text):
+        return torch.func.functional_call(model, parameters, (text[None, :-1], text[None, 1:]))[1]
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, idx)
+    for i, text in enumerate(idx):
+        alone = torch.autograd.grad(loss(parameters, text), parameters.values())
+        assert all((found[name][i] - grad).abs().max() < 1e-12 for name, grad in zip(parameters, alone))
+
+
 @pytest.mark.parametrize("T", [1, 2, 33])
 def test_constant_steps_are_rope_and_zero_steps_are_nope(T):
     d = 16
@@ -736,6 +751,12 @@ def test_random_angles_are_frozen_saved_and_set_by_the_seed():
     both = torch.stack((table, own.transport.values.table.detach())).flatten(1)
     assert abs(torch.corrcoef(both)[0, 1]) < 0.1 and abs(both[1].std() - 0.3) < 0.02
 
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(tiny("random_qkv", seed=1).transport.rotation.bits, a.transport.rotation.bits)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
 
 def test_fresh_steps_belong_to_the_prefix_and_not_to_the_token():
     fresh = tiny("fresh_qk", seed=1).transport.rotation
@@ -970,6 +991,14 @@ def test_a_past_goes_on(pos, monkeypatch):
                 assert (logits - full[:, chunk.stop - 1]).abs().max() < 1e-11, (T, chunk)
 
 
+def test_a_loss_goes_on_from_a_past():
+    model, idx, past = tiny(dtype=torch.float64), ids(2, 21), tiny().new_past()
+    with torch.no_grad():
+        model(idx[:, :12], past=past)
+        loss = model(idx[:, 12:20], idx[:, 13:], past=past)[1]
+        assert (loss - model.nll(idx[:, :20], idx[:, 1:])[:, 12:].mean()).abs() < 1e-11
+
+
 def test_a_refused_chunk_leaves_the_past_as_it_was():
     model, idx = tiny("path+fox").eval(), ids(2, 20)
     with torch.no_grad():
@@ -1001,7 +1030,8 @@ def test_ids_beyond_the_data_are_never_drawn():
     with torch.no_grad():
         model.wte.weight[65:] *= 100
     assert model.wte.num_embeddings == 128
-    for how in ({}, {"temperature": 0}, {"top_k": 3}, {"top_k": 100}, {"temperature": 100.0}):
+    for how in ({}, {"temperature": 0}, {"top_k": 3}, {"top_k": 100}, {"temperature": 100.0},
+                {"temperature": 1e-300}):
         assert model.generate(ids(20, 3), 20, **how).max() < 65
 
 
@@ -1248,7 +1278,7 @@ def test_openwebtext_interrupted_leaves_nothing(data_py, monkeypatch, failure):
     monkeypatch.setitem(sys.modules, "datasets", Hub(failure))
     status, err = data_py(*OPENWEBTEXT, "--tokens", "1e9")
     if isinstance(failure, KeyboardInterrupt):
-        assert (status, err) == (130, "interrupted: nothing was written\n")
+        assert (status, err) == (130, "interrupted\n")
     else:
         refused((status, err), "cannot be read", "no route")
     assert names("data") == []
@@ -1603,6 +1633,30 @@ def test_log_lines_that_cannot_be_read_are_dropped_on_resume(corpus, tmp_path):
     assert run_train(corpus, tmp_path, "--max_iters", 1) == 0 and list(losses(tmp_path)) == [1]
 
 
+def test_a_log_survives_a_full_disk_on_resume(corpus, tmp_path):
+    assert run_train(corpus, tmp_path, "--max_iters", 3) == 0
+    log = tmp_path / "log.jsonl"
+    before = log.read_bytes()
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) // 2}, -1)); "
+    flags = [*SMALL, "--data", str(corpus), "--out_dir", str(tmp_path), "--max_iters", "5", "--resume"]
+    ended = cli("-c", limit + f"import train; train.main({flags!r})")
+    assert ended.returncode == 2 and "too large" in ended.stderr and log.read_bytes() == before
+
+
+def test_a_closed_pipe_does_not_keep_a_run_from_saving(corpus, tmp_path):
+    """As Ctrl-C leaves it, which ends `| tee log`, too."""
+    pytest.importorskip("fcntl")
+    command = [sys.executable, HERE / "train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path]
+    flags = ["--max_iters", "1000000", "--eval_interval", "0", "--log_interval", "1000000"]
+    run = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    next(line for line in run.stdout if "tokens per iter" in line)
+    time.sleep(1)
+    run.stdout.close()
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) == 128 + signal.SIGINT and run.stderr.read() == ""
+    assert weights(tmp_path)[0]["iter_num"] > 0
+
+
 @pytest.mark.parametrize("where,word", [("loss", "loss is nan"), ("gradient", "norm inf"),
                                         ("validation", "validation loss at iter 8 is nan")])
 def test_what_is_not_finite_is_never_saved(corpus, tmp_path, monkeypatch, capsys, where, word):
@@ -1708,6 +1762,14 @@ def test_the_vocabulary_is_the_datas(corpus, tmp_path, capsys):
     refuse_train(as_corpus("b", 1, 998), tmp_path / "new", capsys, [], "998", "val.bin")
     refuse_train(as_corpus("c", 1, 1, "gpt2"), tmp_path / "run", capsys, ["--resume"], "gpt2", "bytes")
     assert run_train(as_corpus("d", 1, 1), tmp_path / "run", "--resume", "--max_iters", 3) == 0
+
+    silent = as_corpus("e", 9, 9)                            # a folder that tells nothing changes nothing
+    (silent / "meta.json").unlink()
+    assert run_train(silent, tmp_path / "run", "--resume", "--max_iters", 4) == 0
+    saved = weights(tmp_path / "run")[0]
+    assert (saved["encoding"], saved["vocab_size"]) == ("bytes", 64)
+    assert run_train(as_corpus("f", 1, 1), tmp_path / "small", "--vocab_size", 10, "--max_iters", 1) == 0
+    assert load_model(tmp_path / "small/ckpt.pt")[0].n_ids == 10
 
 
 def test_a_seed_changes_everything_random(corpus, tmp_path):
@@ -2673,6 +2735,11 @@ def test_measuring_every_scheme(pos, corpus, tmp_path, capsys):
         assert abs(result["r"] - 1) < 1e-9 and result["n_mix"] is None and abs(result["unmixed"] - 1) < 1e-9
     else:
         assert 0.5 < result["r"] < 1
+
+
+@pytest.mark.parametrize("pos", ["alibi", "path"])
+def test_heads_of_an_odd_dim_are_measured(pos, corpus, tmp_path):
+    assert measured(theory_run(tmp_path / "run", corpus, pos, n_embd=30))["far"][-1]["far_mass"] > 0
 
 
 def test_a_tables_r_is_weighted_by_token_frequency(corpus, tmp_path):

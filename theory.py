@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 
 import data
-from eval_extrapolate import Progress, add_logn, check_runs, for_json, label_ends, parse_lengths, pyplot
+from eval_extrapolate import (
+    Progress, add_logn, check_runs, for_json, label_ends, parse_lengths, pyplot, save_figure,
+)
 from model import load_model
 from train import pick_device
 from transport import Rotation, Transport, path_segments, rope_steps, rotate
@@ -586,7 +588,8 @@ def layer_inputs(model, idx):
 
 
 def pairs_of(x):
-    """Lengths of channel pairs: (..., d) -> (..., d/2)."""
+    """Lengths of channel pairs: (..., d) -> (..., d/2); of an odd d the last channel stands alone."""
+    x = F.pad(x, (0, x.size(-1) % 2))
     return x.unflatten(-1, (2, -1)).norm(dim=-2)
 
 
@@ -822,12 +825,12 @@ def measure(run, args):
         far.append({"context": length} | {key: float(values[key].mean()) for key in FAR})
 
     result = {
-        "run": run.name + "+logn" * args.logn,
+        "run": run.resolve().name + "+logn" * args.logn,
         "pos": model.config.pos,
         "iter_num": saved["iter_num"],
         "train_context": context,
         "near": near,
-        "data": folder.name,
+        "data": folder.resolve().name,
         "stretches": len(stretches),
     }
     result |= mixing(layer_inputs(model, stretches[:1, :-1]), context) | {"far": far}
@@ -903,18 +906,14 @@ def main(argv=None):
         print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
         raise SystemExit(not all(row["holds"] for row in rows))
 
-    try:
+    with data.one_line_errors():
         if args.plot:
             pyplot()                                        # before the work, not after it
         runs = [Path(run) for run in args.runs]
         check_runs(runs)
         results = [measure(run, args) for run in runs]
         if args.plot:
-            Path("out").mkdir(exist_ok=True)
-            plot(results).savefig("out/theory.png")
-            print("\nout/theory.png")
-    except (ValueError, OSError) as e:
-        data.die(e)
+            save_figure(plot(results), Path("out/theory.png"))
 
 
 if __name__ == "__main__":

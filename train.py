@@ -87,7 +87,7 @@ def parse_args(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"schemes for --pos ({', '.join(KINDS)}, or several joined by +):\n{schemes}")
     parser.add_argument("--resume", action="store_true",
-                        help="continue the run in --out_dir; other flags hold from there on, its model stays")
+                        help="continue the run in --out_dir; its model and preset stay, other flags hold")
     for f in fields(GPTConfig) + fields(TrainConfig):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
         text = f"{f.metadata['help']} (default: {f.default})"
@@ -170,7 +170,10 @@ def ranks():
 def print0(*words, **how):
     """Print, on one rank only."""
     if ranks()[0] == 0:
-        print(*words, **how, flush=True)
+        try:
+            print(*words, **how, flush=True)
+        except BrokenPipeError:                              # Ctrl-C ends `| tee` as well: go on, and save
+            os.dup2(os.open(os.devnull, os.O_WRONLY), how.get("file", sys.stdout).fileno())
 
 
 def join_ranks(device):
@@ -269,8 +272,13 @@ def open_log(out, iter_num):
         with suppress(Exception):
             if iter_num > 0 and json.loads(line)["iter_num"] <= iter_num:
                 kept.append(line)
-    log_file.truncate(0)
-    log_file.writelines(kept)
+    kept = b"".join(kept)
+    log_file.seek(0)
+    if log_file.read(len(kept)) == kept:                     # as nearly always: nothing to write again
+        log_file.truncate(len(kept))
+    else:
+        log_file.truncate(0)
+        log_file.write(kept)
     return log_file
 
 
@@ -298,6 +306,8 @@ class Run:
         self.encoding, self.vocab_size = data.describe(folder)
         if resume:
             data.check_encoding(folder, saved["encoding"])
+            self.encoding = saved["encoding"]                # whatever this folder tells of itself
+            self.vocab_size = max(self.vocab_size, saved["vocab_size"])
         else:
             torch.manual_seed(config.seed)
             own = {"vocab_size": self.vocab_size, "train_context": max(2, config.block_size)}
@@ -443,14 +453,13 @@ def train(run):
 
 
 def main(argv=None):
-    try:
+    with data.one_line_errors():
         run = Run(argv)
-    except (ValueError, OSError) as e:
-        data.die(e)
     try:
         status = train(run)
     except (ArithmeticError, OSError) as e:                  # a number that is not finite, or a full disk
-        print0(f"error: {e}; {run.ckpt} is that of the last save", file=sys.stderr)
+        kept = f"{run.ckpt} is that of the last save" if run.ckpt.exists() else "nothing was saved"
+        print0(f"error: {e}; {kept}", file=sys.stderr)
         if isinstance(e, OSError):
             raise SystemExit(1)                              # of one rank alone: it does not wait for others
         status = 1

@@ -74,12 +74,16 @@ class Turn(torch.autograd.Function):
     autograd's own formulas keep float32 copies of x and differentiate every product.
     """
 
+    generate_vmap_rule = True                                # for torch.func
+
     @staticmethod
-    def forward(ctx, x, phase, cos, sin, sign):
-        out = turn(x, cos, sin, sign)
-        ctx.sign = sign
-        ctx.save_for_backward(out, cos, sin)
-        return out
+    def forward(x, phase, cos, sin, sign):
+        return turn(x, cos, sin, sign)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, phase, cos, sin, ctx.sign = inputs
+        ctx.save_for_backward(output, cos, sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -575,7 +579,7 @@ def random_angles(config, which):
     torch.manual_seed alone: every rank and every scheme draws the same."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     shape = which + 1, config.vocab_size, config.n_embd // 2
-    return config.sigma * torch.randn(shape, generator=generator)[which]
+    return config.sigma * torch.randn(shape, generator=generator, dtype=torch.float32)[which]
 
 
 class RandomAngles(Angles):

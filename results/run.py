@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data
-from eval_extrapolate import cell, mean_and_error, plot
+from eval_extrapolate import cell, mean_and_error, plot, save_figure
 from model import load_model
 from theory import plot as theory_plot
 from train import parse_args
@@ -580,15 +580,16 @@ over seeds, ± one standard error over stretches of text and, where there are se
     if costs.exists():
         parts.append(speed_tables(json.loads(costs.read_text())))
     labelled = [averaged(name, main_table[name]) for name in FIGURE if name in main_table]
-    plot(labelled or [first]).savefig(ROOT / "assets" / "extrapolation.png")
+    save_figure(plot(labelled or [first]), ROOT / "assets" / "extrapolation.png")
     labelled = [result | {"run": short(result["run"])} for result in measured if "+logn" not in result["run"]]
-    theory_plot(labelled).savefig(ROOT / "assets" / "theory.png")
-    (ROOT / "results" / "README.md").write_text("\n".join(parts))
-    (ROOT / "README.md").write_text(readme)
+    save_figure(theory_plot(labelled), ROOT / "assets" / "theory.png")
+    for path, text in (("results/README.md", "\n".join(parts)), ("README.md", readme)):
+        with data.written_whole(ROOT / path) as file:
+            file.write(text)
 
 
 def main(what="", *more):
-    try:
+    with data.one_line_errors():
         if what == "tables" and not more:
             tables()
         elif what == "theory" and not more:
@@ -597,8 +598,6 @@ def main(what="", *more):
             make(what)
         else:
             raise ValueError(f"usage: run.py {'|'.join(TABLES)}|theory|tables")
-    except (ValueError, OSError) as error:
-        data.die(error)
 
 
 if __name__ == "__main__":
