@@ -102,6 +102,7 @@ TABLES = {
     "ablation": [
         # sigma 10: uniform angles
         *(run for sigma in (0.03, 0.1, 0.3, 1, 10) for run in runs("ablation", "random_qk", sigma=sigma)),
+        *(run for sigma in (1, 10) for run in runs("ablation", "random_qkv", sigma=sigma)),
         *runs("ablation", "random_qkv fresh_qk"),
         *(run for n_head in (1, 4) for run in runs("ablation", "random_qk random_qkv", n_head=n_head)),
         *(run for n_layer in (2, 8) for run in runs("ablation", "random_qk", n_layer=n_layer)),
