@@ -88,6 +88,7 @@ TABLES = {
         *runs("debian", "rope random_qk random_qkv path", (1, 2, 3), also=" --logn"),
         *runs("debian", "random_qk random_qkv random_qk_v", out_norm="", also=" --logn"),
         *runs("debian", "random_qk random_qkv", max_iters=4800),
+        *runs("debian", "random_qk random_qkv", (1, 2, 3), sigma=10),
     ],
     "256x": [
         *runs("256x", "alibi", (3,)),
@@ -111,7 +112,10 @@ TABLES = {
         *(run for scale in (1, 0.25, 0.0625, 0.015625)
           for run in runs("ablation", "alibi rope+alibi random_qkv+alibi", alibi_scale=scale)),
     ],
-    "deep": [*runs("deep", "random_qk random_qkv")],
+    "deep": [
+        *runs("deep", "random_qk random_qkv", (1, 2, 3)),
+        *runs("deep", "random_qk random_qkv", (1, 2, 3), sigma=10),
+    ],
     "tiny": [
         *runs("tiny", "nope rope random_qk random_qkv accum_qk accum_qkv path"),
         *runs("tiny", "alibi rope+alibi accum_qkv+alibi"),
@@ -467,7 +471,7 @@ def paper_table(results, bytes_per_token):
 # rows of the first table that results/README.md has alone
 LONG = ("rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk "
         "random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
-        "random_qk-max_iters4800 random_qkv-max_iters4800 "
+        "random_qk-max_iters4800 random_qkv-max_iters4800 random_qk-sigma10 random_qkv-sigma10 "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
 FIGURE = ("rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn "
           "alibi path+fox").split()
