@@ -2265,7 +2265,8 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "CORPUS", tmp_path / "results/corpus.json")
     monkeypatch.setattr(run, "SETTINGS", settings)
-    monkeypatch.setattr(run, "TABLES", {"debian": [*run.runs("debian", "accum_qk accum_qkv")]})
+    tables = {"debian": [*run.runs("debian", "accum_qk accum_qkv")], "deep": []}
+    monkeypatch.setattr(run, "TABLES", tables)
     monkeypatch.setattr(run, "MEASURED", ["debian-accum_qkv"])
     monkeypatch.setattr(run, "MEASUREMENT", "--stretches 1 --causes 64 --length 128")
     os.mkdir("results")
@@ -2309,11 +2310,12 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
 
 
 def made_up_runs(row, losses, base=2.0):
-    """Results of seeds: loss of every stretch at 256, and at 4,096 and 32,768 by a factor more."""
+    """Results of seeds: loss of every stretch at 256, and at three longer contexts by a factor more."""
     found = []
     for seed in losses:
         rows = [{"protocol": protocol, "context": context, "stretch_nll": [base + times * x for x in seed]}
-                for protocol in ("last", "window") for context, times in ((256, 0), (4096, 1), (32768, 2))]
+                for protocol in ("last", "window")
+                for context, times in ((256, 0), (4096, 1), (16384, 1.5), (32768, 2))]
         found.append({"run": f"debian-{row}", "train_context": 256, "unit": "per token", "rows": rows})
     return found
 
@@ -2326,11 +2328,12 @@ def test_errors_are_over_stretches_and_over_seeds():
     assert run.mean_and_error(values[:1]) == (2.0, 1.0)
     one, other = made_up_runs("random_qkv", values), made_up_runs("random_qk", values - 1)
     drawn = run.averaged("all", one)["rows"]
-    assert [row["ratio"] for row in drawn] == [pytest.approx(math.exp(3 * times)) for times in (0, 1, 2)]
+    assert [row["ratio"] for row in drawn] == [pytest.approx(math.exp(3 * times)) for times in (0, 1, 1.5, 2)]
     assert run.ratio(one, "last", 4096) == f"{math.exp(3):.2f} ± {math.exp(3) * math.hypot(1.5, 1.0):.2f}"
     named = {"random_qk": other, "random_qkv": one, "random_qkv-out_norm": one, "random_qkv+ssmax": other}
     table = run.difference_table(named).splitlines()
-    assert table[2] == "| `random_qkv` | `random_qk` | 2 | +0.000 ± 0.000 | +1.000 ± 0.000 | +2.000 ± 0.000 |"
+    cells = " | ".join(f"+{times:.3f} ± 0.000" for times in (0, 1, 1.5, 2))
+    assert table[2] == f"| `random_qkv` | `random_qk` | 2 | {cells} |"
     assert [row.split("|")[1:3] for row in table[3:]] == [
         [" `random_qkv-out_norm` ", " `random_qkv` "], [" `random_qkv+ssmax` ", " `random_qkv` "]]
 
@@ -2375,12 +2378,14 @@ def test_results_of_other_flags_seeds_or_checkpoints_are_not_mixed(tmp_path, mon
 def test_findings_and_the_papers_numbers_come_from_the_runs():
     run = importlib.import_module("results.run")
     names = {name for _, *pair, _, _ in run.FINDINGS for name in pair} | {name for name, *_ in run.PAPER}
-    assert names <= {row for row, *_ in run.TABLES["debian"]}
+    rows = {made.row for made in run.TABLES["debian"]} | {f"deep-{made.row}" for made in run.TABLES["deep"]}
+    assert names <= rows
     results = {name: made_up_runs(name, np.full((3, 4), 0.1)) for name in names}
     results["random_qkv-out_norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))
     results["rope"] = made_up_runs("rope", np.full((3, 4), 0.2))
     lines = run.findings(results).splitlines()
-    assert len(lines) == len(run.FINDINGS) and lines[3].endswith("(3 seeds disagree).")
+    disagreeing = next(line for line in lines if line.startswith("- Values carried, with a norm"))
+    assert len(lines) == len(run.FINDINGS) and disagreeing.endswith("(3 seeds disagree).")
     assert lines[0].endswith("`random_qk` against `rope` at 16x, **-0.10** ± 0.00 (3 seeds agree).")
     line = run.paper_table(results, 2.9).splitlines()[2]
     assert line == f"| `rope` | 16x | 16.20 | {math.exp(0.2):.2f} | {16.2 ** (1 / 4.5):.2f} | " + (

@@ -475,13 +475,16 @@ LONG = ("rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk "
         "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
 FIGURE = ("rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn "
           "alibi path+fox").split()
-# what is compared; of two rows of the table; at which multiple of the training context; by perplexity, or by
-# its ratio to that at the training context
+# what is compared; of two rows of the first table, or of the deep one; at which multiple of the training
+# context; by perplexity, or by its ratio to that at the training context
 FINDINGS = [
     ("Accumulated rotations against RoPE's", "random_qk", "rope", 16, change),
     ("The same against no positions, in perplexity", "random_qk", "nope", 128, losses),
     ("A distance bias against rotations alone", "alibi", "random_qk", 128, change),
     ("Values carried, alone", "random_qkv", "random_qk", 128, change),
+    ("The same by uniform angles", "random_qkv-sigma10", "random_qk-sigma10", 128, change),
+    ("The same at 16 layers", "deep-random_qkv", "deep-random_qk", 64, change),
+    ("At 16 layers by uniform angles", "deep-random_qkv-sigma10", "deep-random_qk-sigma10", 64, change),
     ("Values carried, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128, change),
     ("Values by angles of their own, with it", "random_qk_v-out_norm", "random_qkv-out_norm", 128, change),
     ("What that norm costs, in perplexity", "random_qkv-out_norm", "random_qkv", 1, losses),
@@ -565,7 +568,7 @@ def tables():
     columns = [("last", 16 * base), ("last", longest), ("window", 16 * base), ("window", longest)]
     shown = {
         "debian": ratio_table({row: main_table[row] for row in main_table if row not in LONG}, columns),
-        "findings": findings(main_table),
+        "findings": findings(main_table | {f"deep-{row}": deep for row, deep in results["deep"].items()}),
         "corpus": corpus_lines(corpus),
         "paper": paper_table(main_table, corpus["encodings"][0]["bytes_per_token"]),
         "causes": causes_table(measured),
