@@ -434,9 +434,9 @@ def speed_tables(costs):
             compiled = "yes" if row["compiled"] else "no"
             rows.append([f"`{row['model']}`", row["dtype"], compiled, *(f"{row[key]:.2f}" for key in over)])
         shape = f"{costs[name]['n_layer']} x {costs[name]['n_embd']}"
+        default = ", and over those of its default, float32 and not compiled" * ("over_default" in over)
         parts.append(f"Training at {shape}: tokens per second over those of a plain GPT of the same dtype, "
-                     "compiled like it (`plain`; `alone`: its matmuls and SDPA), and over those of its "
-                     "default, float32 and not compiled.")
+                     f"compiled like it (`plain`; `alone`: its matmuls and SDPA){default}.")
         parts.append(markdown(["model", "dtype", "compiled", *(key.replace("_", " ") for key in over)], rows))
 
     if "forward" in costs:
