@@ -829,17 +829,22 @@ def test_initial_angles_from_the_layer_input_have_spread_sigma():
 
 @pytest.mark.parametrize("pos,autocast", [("accum_qkv+alibi", True), ("hidden_qkv+fox", False)])
 def test_compiled_equals_eager(pos, autocast):
-    """Loss, gradients and so phases and biases; bfloat16 casts must survive the compiler."""
+    """Loss, gradients and so phases and biases; bfloat16 casts must survive the compiler.
+
+    PyTorch 2.13's cache of AOTAutograd gave garbage shapes to a second householder_qk run, so it is not used.
+    """
     if not train.can_compile("cpu"):
         pytest.skip("torch.compile needs a C++ compiler")
+    torch._dynamo.utils.counters.clear()
     model, x, y, losses, grads = tiny(pos, n_layer=1), ids(2, 65), ids(2, 65, seed=1), [], []
-    for run in (model, torch.compile(model)):
+    for run in (model, train.wrapped(model, train.TrainConfig(compile=True), "cpu")):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = run(x, y)[1]
         model.zero_grad()
         loss.backward()
         losses.append(loss.item())
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert not [name for name in torch._dynamo.utils.counters["aot_autograd"] if "autograd_cache" in name]
     assert abs(losses[0] - losses[1]) < (5e-3 if autocast else 1e-5)
     assert (grads[0] - grads[1]).norm() / grads[0].norm() < (2e-2 if autocast else 1e-5)
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -244,6 +245,7 @@ def wrapped(model, config, device):
         wanted = on_cuda or config.max_iters >= COMPILE_FROM
     if wanted and can_compile(device):
         print0("torch.compile: the first iter takes longer")
+        functorch_config.enable_autograd_cache = False       # what it keeps of views is garbage a run later
         model = torch.compile(model)
     if ranks()[1] > 1:
         torch._dynamo.config.optimize_ddp = False            # older releases cannot split a checkpointed loss
