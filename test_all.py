@@ -2295,14 +2295,14 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     assert statistics == {"encoding": "bytes", "tokens": 4, "bytes_per_token": (3 + 13) / 4, "sum_p2": 0.375,
                           "repeats": pytest.approx(1 / 3)}                   # 13: <|endoftext|>
     assert json.loads(run.CORPUS.read_text())["encodings"][1]["tokens"] == 9000
-    names = "debian", "findings", "corpus", "paper", "causes"
+    names = "debian", "findings", "paper"
     marks = [f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names]
     Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
     run.main("tables")
     first, long = Path("README.md").read_text(), Path("results/README.md").read_text()
     head = "| scheme | seeds | perplexity per byte at 32 | `last` 512 | `last` 2,048 | `window` 512 |"
     assert first.startswith(f"before\n<!-- table: debian -->\n{head}")
-    assert first.endswith(" |\n<!-- end -->\nafter\n") and "old" not in first
+    assert first.endswith("<!-- end -->\nafter\n") and "old" not in first and "| `accum_qk` | 1 |" in first
     assert Path("assets/extrapolation.png").exists() and Path("assets/theory.png").exists()
     far = json.loads(Path("results/theory-debian-accum_qkv.json").read_text())["far"]
     assert f"| {far[0]['far_mass']:.3f} | {far[-1]['far_mass']:.3f} | {far[-1]['predicted']:.3f} |" in long
@@ -2382,15 +2382,16 @@ def test_results_of_other_flags_seeds_or_checkpoints_are_not_mixed(tmp_path, mon
 
 def test_findings_and_the_papers_numbers_come_from_the_runs():
     run = importlib.import_module("results.run")
-    names = {name for _, *pair, _, _ in run.FINDINGS for name in pair} | {name for name, *_ in run.PAPER}
+    every = run.FINDINGS + run.MORE_FINDINGS
+    names = {name for _, *pair, _, _ in every for name in pair} | {name for name, *_ in run.PAPER}
     rows = {made.row for made in run.TABLES["debian"]} | {f"deep-{made.row}" for made in run.TABLES["deep"]}
     assert names <= rows
     results = {name: made_up_runs(name, np.full((3, 4), 0.1)) for name in names}
     results["random_qkv-out_norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))
     results["rope"] = made_up_runs("rope", np.full((3, 4), 0.2))
-    lines = run.findings(results).splitlines()
-    disagreeing = next(line for line in lines if line.startswith("- Values carried, with a norm"))
-    assert len(lines) == len(run.FINDINGS) and disagreeing.endswith("(3 seeds disagree).")
+    lines = run.findings(results, every).splitlines()
+    disagreeing = next(line for line in lines if line.startswith("- The same with a norm"))
+    assert len(lines) == len(every) and disagreeing.endswith("(3 seeds disagree).")
     assert lines[0].endswith("`random_qk` against `rope` at 16x, **-0.10** ± 0.00 (3 seeds agree).")
     line = run.paper_table(results, 2.9).splitlines()[2]
     assert line == f"| `rope` | 16x | 16.20 | {math.exp(0.2):.2f} | {16.2 ** (1 / 4.5):.2f} | " + (
@@ -2953,7 +2954,7 @@ def copy_blocks():
     return [block.split("```")[0] for block in section.split("```python\n")[1:]]
 
 
-COPY, NANOGPT_EDITS, LLAMA, X_TRANSFORMERS = copy_blocks()[:4]
+COPY, NANOGPT_EDITS, LLAMA = copy_blocks()
 
 
 def copied(block, **given):
@@ -2965,7 +2966,7 @@ def copied(block, **given):
 
 
 def optional(name):
-    return pytest.importorskip(name, reason=f"no {name}: pip install transformers x-transformers")
+    return pytest.importorskip(name, reason=f"no {name}: pip install transformers")
 
 
 def table_of(model):
@@ -3311,72 +3312,6 @@ def test_llama_with_the_recipe_is_saved_and_loaded(llama, tmp_path):
     line = (HERE / "README.md").read_text().split("draw them after loading it: `")[1].split("`")[0]
     exec(line, {"nn": nn, "model": loaded})
     assert abs(loaded.angle.std() - 0.3) < 0.05
-
-
-def x_transformer(kv_heads=4, table_heads=None, **options):
-    """A small decoder with the recipe, and its wrapper for training and generation."""
-    x_transformers = optional("x_transformers")
-    torch.manual_seed(0)
-    shape = {"dim": 32, "depth": 2, "heads": 4, "attn_dim_head": 8, "ff_no_bias": True}
-    layers = x_transformers.Decoder(**shape, attn_kv_heads=kv_heads, **options)
-    sizes = {"num_tokens": 64, "max_seq_len": 16, "use_abs_pos_emb": False}
-    net = x_transformers.TransformerWrapper(attn_layers=layers, **sizes).eval()
-    copied(X_TRANSFORMERS, net=net, n_ids=64, kv_heads=table_heads or kv_heads, dim_head=8)
-    return net, x_transformers.AutoregressiveWrapper(net)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("flash", [False, True])
-def test_x_transformers_with_the_recipe_is_our_model(flash):
-    """The logits of 40 tokens, of a copy of the net as well."""
-    ours, idx = tiny("accum_qkv", n_head=4).eval(), ids(2, 40)
-    net, _ = x_transformer(attn_flash=flash)
-    weights = [table_of(ours)]
-    for name, p in ours.named_parameters():
-        if not is_positional(name):
-            weights += p.chunk(3) if "c_attn" in name else [p]
-    for (name, p), weight in zip(net.named_parameters(), [*weights, ours.wte.weight], strict=True):
-        p.copy_(weight - 1 if "gamma" in name else weight)  # it stores gains less one
-    for model in (net, copy.deepcopy(net)):
-        assert (model(idx) - F.linear(ours.hidden(idx), ours.wte.weight)).abs().max() < 1e-5
-
-
-@torch.no_grad()
-def test_x_transformers_groups_of_heads_are_those_of_repeated_keys():
-    grouped, idx = x_transformer(kv_heads=2)[0], ids(2, 40)
-    whole, weights = x_transformer()[0], dict(grouped.named_parameters())
-    for name, p in whole.named_parameters():
-        weight = weights[name]
-        if name.endswith(("to_k.weight", "to_v.weight")):
-            weight = weight.repeat(2, 1)
-        p.copy_(weight.repeat(1, 2, 1) if name == "angle" else weight)
-    assert (whole(idx) - grouped(idx)).abs().max() < 1e-5
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"attn_flash": True}, {"kv_heads": 2}, {"kv_heads": 1}])
-def test_x_transformers_with_the_recipe_generates(options):
-    """With its cache as without, beyond its length; in a left-padded batch as alone."""
-    net, model = x_transformer(**options)
-    batch, mask, alone = left_padded()
-    how = {"temperature": 0.0, "restrict_to_max_seq_len": False}
-    cached = model.generate(batch, 8, **how)
-    assert torch.equal(cached, model.generate(batch, 8, cache_kv=False, **how))
-    assert (net(batch, mask=mask.bool())[1:, 7:] - net(alone)).abs().max() < 1e-5
-    both = model.generate([batch[0], alone[0]], 8, **how)
-    assert torch.equal(both[1:], model.generate(alone, 8, **how))
-
-
-def test_x_transformers_with_the_recipe_trains():
-    """Dropout stays, the table has its gradient and its spread; a table of other heads is refused."""
-    (net, model), idx = x_transformer(attn_dropout=0.25), ids(2, 16)
-    net.train()
-    assert not torch.equal(net(idx), net(idx))
-    model(idx).backward()
-    assert net.angle.grad.abs().max() > 0 and abs(net.angle.std() - 0.3) < 0.03
-    net, _ = x_transformer(kv_heads=2, table_heads=4)
-    with pytest.raises(ValueError, match="needs a phase"):
-        net(idx)
 
 
 # -----------------------------------------------------------------------------------------------------------

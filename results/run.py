@@ -468,40 +468,40 @@ def paper_table(results, bytes_per_token):
     return markdown(["scheme", "context", "paper, per token", "here", "paper, per byte", "here"], rows)
 
 
-# rows of the first table that results/README.md has alone
-LONG = ("rope_qkv random_qk_v hidden_qk hidden_qkv householder_qk "
-        "random_qkv+ssmax path+ssmax random_qk_v+ssmax-out_norm "
-        "random_qk-max_iters4800 random_qkv-max_iters4800 random_qk-sigma10 random_qkv-sigma10 "
-        "random_qk+logn-out_norm random_qkv+logn-out_norm random_qk_v+logn-out_norm").split()
+# rows of the first table that README.md shows; results/README.md has all
+SHOWN = ("nope rope random_qk random_qkv accum_qk accum_qkv alibi random_qkv-out_norm random_qk_v-out_norm "
+         "path fox rope+alibi path+fox accum_qkv+alibi random_qkv+logn path+logn").split()
 FIGURE = ("rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn path+logn "
           "alibi path+fox").split()
 # what is compared; of two rows of the first table, or of the deep one; at which multiple of the training
 # context; by perplexity, or by its ratio to that at the training context
 FINDINGS = [
     ("Accumulated rotations against RoPE's", "random_qk", "rope", 16, change),
-    ("The same against no positions, in perplexity", "random_qk", "nope", 128, losses),
     ("A distance bias against rotations alone", "alibi", "random_qk", 128, change),
     ("Values carried, alone", "random_qkv", "random_qk", 128, change),
-    ("The same by uniform angles", "random_qkv-sigma10", "random_qk-sigma10", 128, change),
     ("The same at 16 layers", "deep-random_qkv", "deep-random_qk", 64, change),
-    ("At 16 layers by uniform angles", "deep-random_qkv-sigma10", "deep-random_qk-sigma10", 64, change),
-    ("Values carried, with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128, change),
+    ("The same with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128, change),
     ("Values by angles of their own, with it", "random_qk_v-out_norm", "random_qkv-out_norm", 128, change),
-    ("What that norm costs, in perplexity", "random_qkv-out_norm", "random_qkv", 1, losses),
     ("Logits that grow with ln i", "random_qkv+logn", "random_qkv", 128, change),
-    ("The same for PaTH", "path+logn", "path", 128, change),
+    ("PaTH with them against a distance bias, in perplexity", "path+logn", "alibi", 128, losses),
+    ("PaTH beside a learned one, in perplexity", "path+fox", "fox", 128, losses),
+]
+MORE_FINDINGS = [                                           # for results/README.md
+    ("Accumulated rotations against no positions, in perplexity", "random_qk", "nope", 128, losses),
+    ("Values carried, by uniform angles", "random_qkv-sigma10", "random_qk-sigma10", 128, change),
+    ("At 16 layers by uniform angles", "deep-random_qkv-sigma10", "deep-random_qk-sigma10", 64, change),
+    ("What the norm costs, in perplexity", "random_qkv-out_norm", "random_qkv", 1, losses),
+    ("Logits that grow with ln i, for PaTH", "path+logn", "path", 128, change),
     ("The same for RoPE, whose score gap is gone", "rope+logn", "rope", 128, change),
     ("PaTH with them against a distance bias", "path+logn", "alibi", 128, change),
-    ("The same two, in perplexity", "path+logn", "alibi", 128, losses),
     ("RoPE beside a distance bias, in perplexity", "rope+alibi", "alibi", 128, losses),
-    ("PaTH beside a learned one, in perplexity", "path+fox", "fox", 128, losses),
 ]
 
 
-def findings(results):
-    """A line for each of FINDINGS whose runs are there."""
+def findings(results, compared):
+    """A line for each of the findings to be `compared` whose runs are there."""
     lines = []
-    for text, name, other_name, times, of in FINDINGS:
+    for text, name, other_name, times, of in compared:
         one, other = results.get(name), results.get(other_name)
         if not one or not other:
             continue
@@ -566,12 +566,11 @@ def tables():
     first = any_run(main_table)
     base, longest = first["train_context"], first["longest"]
     columns = [("last", 16 * base), ("last", longest), ("window", 16 * base), ("window", longest)]
+    compared = main_table | {f"deep-{row}": deep for row, deep in results["deep"].items()}
     shown = {
-        "debian": ratio_table({row: main_table[row] for row in main_table if row not in LONG}, columns),
-        "findings": findings(main_table | {f"deep-{row}": deep for row, deep in results["deep"].items()}),
-        "corpus": corpus_lines(corpus),
+        "debian": ratio_table({row: main_table[row] for row in SHOWN if row in main_table}, columns),
+        "findings": findings(compared, FINDINGS),
         "paper": paper_table(main_table, corpus["encodings"][0]["bytes_per_token"]),
-        "causes": causes_table(measured),
     }
     readme = (ROOT / "README.md").read_text()
     for mark, text in shown.items():
@@ -583,7 +582,32 @@ Written by `python results/run.py tables`. A ratio is the perplexity over that a
 over seeds, ± one standard error over stretches of text and, where there are several, over seeds.
 """]
     parts += [section(table, rows) for table, rows in results.items() if rows]
-    parts.append(f"## theory\n\n    python {measured[0]['commands'][0]}\n\n{theory_table(measured)}\n")
+    parts.append(f"""## findings
+
+The log of the first one's ratio by `last` minus that of the second, paired; or of their perplexities.
+
+{findings(compared, FINDINGS + MORE_FINDINGS)}
+
+## corpus
+
+Frequent tokens and immediate repeats slow the mixing of accumulated steps. In the held-out text of `debian`
+there are
+
+{corpus_lines(corpus)}
+
+## theory
+
+    python {measured[0]['commands'][0]}
+
+{theory_table(measured)}
+
+## causes
+
+Loss in nats of the last tokens of the context if attention, in all layers, has its far part zeroed, its near
+part made whole (divided by one minus the far mass), or both.
+
+{causes_table(measured)}
+""")
     costs = ROOT / "results" / "speed.json"
     if costs.exists():
         parts.append(speed_tables(json.loads(costs.read_text())))
