@@ -154,53 +154,70 @@ def add_logn(model, train_context):
     model.config, model.transport.scale = config, LogLength(config)
 
 
+def load_run(run, device, logn=False, longest=0, name=None):
+    """A run's model, validation text of at least `longest` tokens, and what every result tells of it.
+
+    The text is that of the run, or of another data set, by name. Raises ValueError or OSError where the
+    checkpoint or the text is missing, too short, or does not fit the other.
+    """
+    model, saved = load_model(run / "ckpt.pt", device)
+    train_context, encoding = saved["train_config"]["block_size"], saved["encoding"]
+    if logn:
+        add_logn(model, train_context)
+    folder = data.find(name or saved["train_config"]["data"])
+    data.check_encoding(folder, encoding)
+    val = data.load(folder, "val", 1 + max(longest, train_context), model.config.vocab_size)
+    return model, val, {
+        "run": run.resolve().name + "+logn" * logn,
+        "pos": model.config.pos,
+        "iter_num": saved["iter_num"],
+        "train_context": train_context,
+        "data": folder.resolve().name,
+        "unit": "per byte" if encoding == "bytes" else f"per token ({encoding})",
+    }
+
+
+def spread_evenly(tokens, n, length):
+    """n stretches of `length` + 1 tokens, fewer where they would overlap: (n, length + 1)."""
+    last = len(tokens) - 1 - length
+    starts = np.linspace(0, last, min(n, 1 + last // length)).astype(int)
+    return np.stack([tokens[start:start + length + 1] for start in starts])
+
+
 def evaluate(run, args):
     """Score one run at every length and write run/extrapolate.json -> what it holds."""
-    ckpt = run / "ckpt.pt"
-    model, saved = load_model(ckpt, args.device)
-    config, encoding = saved["train_config"], saved["encoding"]
-    block_size = config["block_size"]
-    if args.logn:
-        add_logn(model, block_size)
-    folder = data.find(args.data or config["data"])
-    data.check_encoding(folder, encoding)
-    val = data.load(folder, "val", block_size + 1, model.config.vocab_size)
+    model, val, about = load_run(run, args.device, args.logn, name=args.data)
+    block_size = about["train_context"]
     wanted = parse_lengths(args.lengths, block_size, 65536 if "cuda" in args.device else 16384)
     lengths = [length for length in wanted if length < len(val)]
     longest = lengths[-1]
-    count = min(args.stretches, (len(val) - 1) // longest)   # they do not overlap
-    starts = np.linspace(0, len(val) - 1 - longest, count).astype(int)
-    stretches = np.stack([val[start:start + longest + 1] for start in starts])
+    stretches = spread_evenly(val, args.stretches, longest)
     rank, world_size = ranks()
-    result = {
-        "run": run.resolve().name + "+logn" * args.logn,
-        "pos": model.config.pos,
-        "iter_num": saved["iter_num"],
-        "train_context": block_size,
-        "checkpoint": hashlib.sha256(ckpt.read_bytes()).hexdigest(),
-        "data": folder.resolve().name,
-        "unit": "per byte" if encoding == "bytes" else f"per token ({encoding})",
-        "stretches": count,
+    result = about | {
+        "checkpoint": hashlib.sha256((run / "ckpt.pt").read_bytes()).hexdigest(),
+        "stretches": len(stretches),
         "longest": longest,
         "text": hashlib.sha256(stretches).hexdigest(),
         "device": f"{world_size} x {device_name(args.device)}, torch {torch.__version__}",
         "dtype": str(args.dtype)[6:],
         "rows": [],
     }
-    print0(f"\n{result['run']}: iter {saved['iter_num']:,}, trained at {block_size:,}; {count} stretches of "
-           f"{longest:,} from {folder}; perplexity {result['unit']}; {result['dtype']} on {result['device']}")
+    print0(f"\n{result['run']}: iter {result['iter_num']:,}, trained at {block_size:,}; "
+           f"{len(stretches)} stretches of {longest:,} from {result['data']}; "
+           f"perplexity {result['unit']}; {result['dtype']} on {result['device']}")
     if wanted != lengths:
         print0(f"left out: what is longer than the text of {len(val):,} tokens")
 
     passage = block_size // 4
     copies = [length for length in lengths if args.copy and length >= 2 * passage > 0]
     jobs = [(longest, length) for length in lengths] + [(length, length) for length in copies]
-    progress = Progress(model, run.name, jobs * len(range(rank, count, world_size)))
+    progress = Progress(model, run.name, jobs * len(range(rank, len(stretches), world_size)))
     with autocast(args.device, args.dtype):
         nll = {length: all_nll(model, stretches, length, progress) for length in lengths}
         copied = [
             all_nll(model, with_copy(stretches, length, passage), length, progress) for length in copies
         ]
+
     for protocol, targets in (("last", block_size), ("window", longest)):
         for length in lengths:
             row = summary(nll[length][:, -targets:], nll[block_size][:, -targets:])

@@ -24,9 +24,8 @@ import torch.nn.functional as F
 
 import data
 from eval_extrapolate import (
-    Progress, add_logn, check_runs, for_json, label_ends, parse_lengths, pyplot, save_figure,
+    Progress, check_runs, for_json, label_ends, load_run, parse_lengths, pyplot, save_figure, spread_evenly,
 )
-from model import load_model
 from train import pick_device
 from transport import Rotation, Transport, path_segments, rope_steps, rotate
 
@@ -787,29 +786,37 @@ def causes(model, text, near, targets):
 def measure(run, args):
     """Measure a run, write and print run/theory.json -> its dict. Means are over text, layers and heads."""
     device = torch.device(pick_device(args.device))
-    model, saved = load_model(run / "ckpt.pt", device)
-    context = saved["train_config"]["block_size"]
-    if args.logn:
-        add_logn(model, context)
-    folder = data.find(saved["train_config"]["data"])
+    model, val, about = load_run(run, device, args.logn, args.length)
+    context = about["train_context"]
     if not 16 <= context <= args.length or args.stretches < 1:
         raise ValueError(f"{run}: needs a training context ({context}) of 16 or more, --length {args.length} "
                          f"no shorter, --stretches {args.stretches} 1 or more")
     if args.causes and not context <= args.causes <= args.length:
         raise ValueError(f"--causes {args.causes} must be from {context}, the training context, to --length")
-    data.check_encoding(folder, saved["encoding"])
-    val = data.load(folder, "val", args.length + 1, model.config.vocab_size)
 
-    ends = np.unique(np.linspace(args.length, len(val) - 1, args.stretches).astype(np.int64))
-    stretches = np.stack([val[end - args.length:end + 1] for end in ends])
-    stretches = torch.from_numpy(stretches.astype(np.int64)).to(device)
-    lengths, near = parse_lengths("", context, args.length), context // 4
+    stretches = spread_evenly(val, args.stretches, args.length).astype(np.int64)
+    stretches, near = torch.from_numpy(stretches).to(device), context // 4
+    far = far_by_length(model, stretches, context, near, run.name)
+    result = about | {"near": near, "stretches": len(stretches)}
+    result |= mixing(layer_inputs(model, stretches[:1, :-1]), context) | {"far": far}
+    if args.causes:
+        losses = [causes(model, text[-args.causes - 1:], near, context) for text in stretches]
+        mean = {name: float(np.mean([loss[name] for loss in losses])) for name, *_ in CAUSES}
+        result["causes"] = {"context": args.causes} | mean
+    data.write_json(run / "theory.json", for_json(result))
+    print_result(result)
+    return result
 
-    progress = Progress(model, run.name, [(length, length) for length in lengths for _ in ends])
-    first_rows = torch.linspace(context - context // 2, context - 1, QUERIES, device=device).long()
+
+def far_by_length(model, stretches, context, near, label):
+    """far_statistics of the same QUERIES tokens in stretches (n, longest + 1), after more and more text, from
+    the training context on. -> a dict of means for every length; "predicted" is by the logits of the first."""
+    lengths = parse_lengths("", context, stretches.size(1) - 1)
+    progress = Progress(model, label, [(length, length) for length in lengths for _ in stretches])
+    first_rows = torch.linspace(context - context // 2, context - 1, QUERIES, device=stretches.device).long()
     far, first = [], []                                     # first: logits at the training context
     for length in lengths:
-        rows, found = first_rows + length - context, []     # the same tokens
+        rows, found = first_rows + length - context, []
         for text in stretches:
             for layer in layer_inputs(model, text[None, -length - 1:-1]):
                 found.append(far_statistics(layer, rows, near))
@@ -823,24 +830,7 @@ def measure(run, args):
                            for near_logits, far_logits in first])
         values["predicted"] = far_mass(rows + 1 - near, near, gap)
         far.append({"context": length} | {key: float(values[key].mean()) for key in FAR})
-
-    result = {
-        "run": run.resolve().name + "+logn" * args.logn,
-        "pos": model.config.pos,
-        "iter_num": saved["iter_num"],
-        "train_context": context,
-        "near": near,
-        "data": folder.resolve().name,
-        "stretches": len(stretches),
-    }
-    result |= mixing(layer_inputs(model, stretches[:1, :-1]), context) | {"far": far}
-    if args.causes:
-        losses = [causes(model, text[-args.causes - 1:], near, context) for text in stretches]
-        mean = {name: float(np.mean([loss[name] for loss in losses])) for name, *_ in CAUSES}
-        result["causes"] = {"context": args.causes} | mean
-    data.write_json(run / "theory.json", for_json(result))
-    print_result(result)
-    return result
+    return far
 
 
 def show(title, rows, columns):
