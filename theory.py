@@ -24,7 +24,8 @@ import torch.nn.functional as F
 
 import data
 from eval_extrapolate import (
-    Progress, check_runs, for_json, label_ends, load_run, parse_lengths, pyplot, save_figure, spread_evenly,
+    Progress, check_runs, for_json, label_ends, load_run, parse_lengths, pyplot, save_figure,
+    spread_evenly,
 )
 from train import pick_device
 from transport import Rotation, Transport, path_segments, rope_steps, rotate
