@@ -2300,7 +2300,7 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     Path("README.md").write_text("before\n" + "".join(marks) + "after\n")
     run.main("tables")
     first, long = Path("README.md").read_text(), Path("results/README.md").read_text()
-    head = "| scheme | seeds | perplexity per byte at 32 | `last` 512 | `last` 2,048 | `window` 512 |"
+    head = "| scheme | seeds | perplexity per byte at 32 | `last` 512 | `last` 2,048 | `window` 2,048 |"
     assert first.startswith(f"before\n<!-- table: debian -->\n{head}")
     assert first.endswith("<!-- end -->\nafter\n") and "old" not in first and "| `accum_qk` | 1 |" in first
     assert Path("assets/extrapolation.png").exists() and Path("assets/theory.png").exists()
@@ -2390,7 +2390,7 @@ def test_findings_and_the_papers_numbers_come_from_the_runs():
     results["random_qkv-out_norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))
     results["rope"] = made_up_runs("rope", np.full((3, 4), 0.2))
     lines = run.findings(results, every).splitlines()
-    disagreeing = next(line for line in lines if line.startswith("- The same with a norm"))
+    disagreeing = next(line for line in lines if line.startswith("- Carrying values, with a norm"))
     assert len(lines) == len(every) and disagreeing.endswith("(3 seeds disagree).")
     assert lines[0].endswith("`random_qk` against `rope` at 16x, **-0.10** ± 0.00 (3 seeds agree).")
     line = run.paper_table(results, 2.9).splitlines()[2]
@@ -3372,12 +3372,14 @@ def test_readme_tells_of_schemes_what_the_code_does():
         name, *cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
         if len(cells) == 3 and cells[0] in transport.KINDS:
             scheme = SCHEMES[name]
-            carried = {False: "q, k", True: "q, k, v"}.get(scheme.values, "q, k; v apart")
+            carried = {False: "q, k", True: "q, k, v"}.get(scheme.values, "q, k; v separately")
             if scheme.module is None or scheme.kind != "rotation":
                 carried = "-"
             assert cells == [scheme.kind, carried, scheme.about], name
             listed += 1
     assert listed == len(SCHEMES)
+    shown = readme.split("from `transport.py`:\n\n```python\n")[1].split("```")[0]
+    assert shown in (HERE / "transport.py").read_text()
     for path in HERE.glob("*.py"):
         assert f"`{path.name}`" in readme
 

@@ -810,8 +810,10 @@ def measure(run, args):
 
 
 def far_by_length(model, stretches, context, near, label):
-    """far_statistics of the same QUERIES tokens in stretches (n, longest + 1), after more and more text, from
-    the training context on. -> a dict of means for every length; "predicted" is by the logits of the first."""
+    """far_statistics of the same QUERIES tokens of stretches (n, longest + 1), after more and more text.
+
+    -> a dict of means for every length from the training context on; "predicted" is by that one's logits.
+    """
     lengths = parse_lengths("", context, stretches.size(1) - 1)
     progress = Progress(model, label, [(length, length) for length in lengths for _ in stretches])
     first_rows = torch.linspace(context - context // 2, context - 1, QUERIES, device=stretches.device).long()

@@ -782,7 +782,7 @@ SCHEMES = {
     "householder_qk": Scheme("rotation", HiddenReflections, False, "exact reflection from the layer's input"),
     "householder_qkv": Scheme("rotation", HiddenReflections, True, "exact reflections, values too"),
     "path": Scheme("rotation", PathSteps, False, "PaTH: I - beta ww', from the layer's input"),
-    "alibi": Scheme("bias", Alibi, False, "key bias slope_h * j (explicit far-mass control)"),
+    "alibi": Scheme("bias", Alibi, False, "key bias slope_h * j (weighs far tokens down)"),
     "fox": Scheme("bias", ForgetGate, False, "Forgetting Transformer: key bias -cumsum(log f)"),
     "logn": Scheme("scale", LogLength, False, "logits times max(1, ln i / ln of the training context)"),
     "ssmax": Scheme("scale", ScalableSoftmax, False, "Scalable-Softmax: logits times s ln i, s learned"),

@@ -476,25 +476,27 @@ FIGURE = ("rope path random_qk random_qkv random_qk_v-out_norm random_qkv+logn p
 # what is compared; of two rows of the first table, or of the deep one; at which multiple of the training
 # context; by perplexity, or by its ratio to that at the training context
 FINDINGS = [
-    ("Accumulated rotations against RoPE's", "random_qk", "rope", 16, change),
+    ("Random rotations by token against RoPE", "random_qk", "rope", 16, change),
     ("A distance bias against rotations alone", "alibi", "random_qk", 128, change),
-    ("Values carried, alone", "random_qkv", "random_qk", 128, change),
-    ("The same at 16 layers", "deep-random_qkv", "deep-random_qk", 64, change),
-    ("The same with a norm after attention", "random_qkv-out_norm", "random_qk-out_norm", 128, change),
-    ("Values by angles of their own, with it", "random_qk_v-out_norm", "random_qkv-out_norm", 128, change),
+    ("Carrying values", "random_qkv", "random_qk", 128, change),
+    ("Carrying values, 16 layers", "deep-random_qkv", "deep-random_qk", 64, change),
+    ("Carrying values, with a norm", "random_qkv-out_norm", "random_qk-out_norm", 128, change),
+    ("Separate angles for values, with that norm",
+     "random_qk_v-out_norm", "random_qkv-out_norm", 128, change),
     ("Logits that grow with ln i", "random_qkv+logn", "random_qkv", 128, change),
-    ("PaTH with them against a distance bias, in perplexity", "path+logn", "alibi", 128, losses),
-    ("PaTH beside a learned one, in perplexity", "path+fox", "fox", 128, losses),
+    ("PaTH with such logits against ALiBi, in perplexity", "path+logn", "alibi", 128, losses),
+    ("Adding PaTH to FoX, in perplexity", "path+fox", "fox", 128, losses),
 ]
 MORE_FINDINGS = [                                           # for results/README.md
-    ("Accumulated rotations against no positions, in perplexity", "random_qk", "nope", 128, losses),
-    ("Values carried, by uniform angles", "random_qkv-sigma10", "random_qk-sigma10", 128, change),
-    ("At 16 layers by uniform angles", "deep-random_qkv-sigma10", "deep-random_qk-sigma10", 64, change),
-    ("What the norm costs, in perplexity", "random_qkv-out_norm", "random_qkv", 1, losses),
+    ("Random rotations against no positions, in perplexity", "random_qk", "nope", 128, losses),
+    ("Carrying values, uniform angles", "random_qkv-sigma10", "random_qk-sigma10", 128, change),
+    ("Carrying values, 16 layers, uniform angles",
+     "deep-random_qkv-sigma10", "deep-random_qk-sigma10", 64, change),
+    ("The cost of the norm, in perplexity", "random_qkv-out_norm", "random_qkv", 1, losses),
     ("Logits that grow with ln i, for PaTH", "path+logn", "path", 128, change),
     ("The same for RoPE, whose score gap is gone", "rope+logn", "rope", 128, change),
-    ("PaTH with them against a distance bias", "path+logn", "alibi", 128, change),
-    ("RoPE beside a distance bias, in perplexity", "rope+alibi", "alibi", 128, losses),
+    ("PaTH with such logits against ALiBi", "path+logn", "alibi", 128, change),
+    ("Adding RoPE to ALiBi, in perplexity", "rope+alibi", "alibi", 128, losses),
 ]
 
 
@@ -565,7 +567,7 @@ def tables():
         raise ValueError("no results to show: make some with run.py debian, and then with run.py theory")
     first = any_run(main_table)
     base, longest = first["train_context"], first["longest"]
-    columns = [("last", 16 * base), ("last", longest), ("window", 16 * base), ("window", longest)]
+    columns = [("last", 16 * base), ("last", longest), ("window", longest)]
     compared = main_table | {f"deep-{row}": deep for row, deep in results["deep"].items()}
     shown = {
         "debian": ratio_table({row: main_table[row] for row in SHOWN if row in main_table}, columns),
