@@ -52,7 +52,8 @@ def accumulate(steps, start=None, dtype=torch.float32):
 
 
 class Rotation:
-    """A transport that turns channel pairs (c, c + d/2) by a phase (B|1, H|1, T, d/2), in radians."""
+    """A transport that turns channel pairs (c, c + d/2) by a phase (B|1, H|1, T, d/2), in radians:
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin). `Turn` does it, further down."""
 
     def __init__(self, phase):
         self.phase = phase
@@ -65,52 +66,6 @@ class Rotation:
     def decode(self, o):
         """o_t -> C_t o_t."""
         return Turn.apply(o, self.phase, self.cos, self.sin, -1)
-
-
-class Turn(torch.autograd.Function):
-    """Turn x by sign * phase; cos and sin are those of the phase. No second derivatives.
-
-    Backward turns the gradient back, and has one product for the phase. It keeps the output, as SDPA does;
-    autograd's own formulas keep float32 copies of x and differentiate every product.
-    """
-
-    generate_vmap_rule = True                                # for torch.func
-
-    @staticmethod
-    def forward(x, phase, cos, sin, sign):
-        return turn(x, cos, sin, sign)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, phase, cos, sin, ctx.sign = inputs
-        ctx.save_for_backward(output, cos, sin)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        out, cos, sin = ctx.saved_tensors
-        to_phase = None
-        if ctx.needs_input_grad[1]:                          # d out / d phase is out, a quarter turn further
-            wide = torch.promote_types(out.dtype, cos.dtype)
-            grad1, grad2 = grad.to(wide).chunk(2, dim=-1)
-            out1, out2 = out.to(wide).chunk(2, dim=-1)
-            to_phase = torch.addcmul(grad2 * out1, grad1, out2, value=-1).sum_to_size(cos.shape)
-            to_phase = (ctx.sign * to_phase).to(cos.dtype)
-        return turn(grad, cos, sin, -ctx.sign), to_phase, None, None, None
-
-
-def turn(x, cos, sin, sign):
-    """Turn the pairs of x (B, H, T, d) by sign * angles of these cosines and sines, in the wider dtype."""
-    B, H, T, d = x.shape
-    batch_fits = cos.dim() == 4 and cos.size(0) in (1, B) and cos.size(1) in (1, H)
-    if not batch_fits or cos.shape[2:] != (T, d // 2) or d % 2:
-        wanted = f"({B}|1, {H}|1, {T}, {d}/2)"
-        raise ValueError(f"x {tuple(x.shape)} needs a phase {wanted}, not {tuple(cos.shape)}")
-
-    x1, x2 = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
-    y1 = torch.addcmul(x1 * cos, x2, sin, value=-sign)
-    y2 = torch.addcmul(x2 * cos, x1, sin, value=sign)
-    return torch.cat((y1.to(x.dtype), y2.to(x.dtype)), dim=-1)
 
 
 def rotate(x, phase):
@@ -182,6 +137,70 @@ def attend(q, k, v, transport=None, value_transport=None, key_bias=None, past=No
     return o
 
 
+def softmax_attention(q, k, v, mask=None, causal=True, scale=None):
+    """The one call of F.scaled_dot_product_attention; with fewer queries than keys, they are the last ones.
+
+    mask (..., T, T_k) is added to the logits; causality is then its business.
+    """
+    T, T_k, is_causal = q.size(2), k.size(2), False
+    if causal and mask is None:
+        if T == T_k:
+            is_causal = True                                 # a bool: torch.compile has no other
+        elif T > 1:                                          # is_causal would align the first positions
+            mask = torch.ones(T, T_k, dtype=torch.bool, device=q.device).tril(T_k - T)
+    grouped = k.size(1) != q.size(1)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What the first reading stands on: turning, checking, a past, grouped heads
+
+class Turn(torch.autograd.Function):
+    """Turn x by sign * phase; cos and sin are those of the phase. No second derivatives.
+
+    Backward turns the gradient back, and has one product for the phase. It keeps the output, as SDPA does;
+    autograd's own formulas keep float32 copies of x and differentiate every product.
+    """
+
+    generate_vmap_rule = True                                # for torch.func
+
+    @staticmethod
+    def forward(x, phase, cos, sin, sign):
+        return turn(x, cos, sin, sign)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, phase, cos, sin, ctx.sign = inputs
+        ctx.save_for_backward(output, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        out, cos, sin = ctx.saved_tensors
+        to_phase = None
+        if ctx.needs_input_grad[1]:                          # d out / d phase is out, a quarter turn further
+            wide = torch.promote_types(out.dtype, cos.dtype)
+            grad1, grad2 = grad.to(wide).chunk(2, dim=-1)
+            out1, out2 = out.to(wide).chunk(2, dim=-1)
+            to_phase = torch.addcmul(grad2 * out1, grad1, out2, value=-1).sum_to_size(cos.shape)
+            to_phase = (ctx.sign * to_phase).to(cos.dtype)
+        return turn(grad, cos, sin, -ctx.sign), to_phase, None, None, None
+
+
+def turn(x, cos, sin, sign):
+    """Turn the pairs of x (B, H, T, d) by sign * angles of these cosines and sines, in the wider dtype."""
+    B, H, T, d = x.shape
+    batch_fits = cos.dim() == 4 and cos.size(0) in (1, B) and cos.size(1) in (1, H)
+    if not batch_fits or cos.shape[2:] != (T, d // 2) or d % 2:
+        wanted = f"({B}|1, {H}|1, {T}, {d}/2)"
+        raise ValueError(f"x {tuple(x.shape)} needs a phase {wanted}, not {tuple(cos.shape)}")
+
+    x1, x2 = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
+    y1 = torch.addcmul(x1 * cos, x2, sin, value=-sign)
+    y2 = torch.addcmul(x2 * cos, x1, sin, value=sign)
+    return torch.cat((y1.to(x.dtype), y2.to(x.dtype)), dim=-1)
+
+
 def check_shapes(q, k, v, key_bias, past):
     """Raise ValueError unless the arguments of `attend` fit together."""
     whole = q.dim() == k.dim() == 4 and k.shape == v.shape and 1 <= q.size(2) <= k.size(2)
@@ -220,21 +239,6 @@ def for_queries(carry, x, k):
     x = F.pad(x, (0, 0, missing, 0)).unflatten(1, (k.size(1), groups))
     x = torch.stack([carry(head) for head in x.unbind(2)], dim=2)
     return x.flatten(1, 2)[:, :, missing:]
-
-
-def softmax_attention(q, k, v, mask=None, causal=True, scale=None):
-    """The one call of F.scaled_dot_product_attention; with fewer queries than keys, they are the last ones.
-
-    mask (..., T, T_k) is added to the logits; causality is then its business.
-    """
-    T, T_k, is_causal = q.size(2), k.size(2), False
-    if causal and mask is None:
-        if T == T_k:
-            is_causal = True                                 # a bool: torch.compile has no other
-        elif T > 1:                                          # is_causal would align the first positions
-            mask = torch.ones(T, T_k, dtype=torch.bool, device=q.device).tril(T_k - T)
-    grouped = k.size(1) != q.size(1)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
 # -----------------------------------------------------------------------------------------------------------
