@@ -22,7 +22,7 @@ import signal
 import sys
 import sysconfig
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -68,7 +68,8 @@ def progress(shown, text):
     now, tty = time.time(), sys.stderr.isatty()
     if now - shown < (1 if tty else 30):
         return shown
-    print(text + "    ", end="\r" if tty else "\n", file=sys.stderr, flush=True)
+    with suppress(OSError):                      # the terminal may have gone
+        print(text + "    ", end="\r" if tty else "\n", file=sys.stderr, flush=True)
     return now
 
 

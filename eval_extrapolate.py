@@ -160,6 +160,8 @@ def load_run(run, device, logn=False, longest=0, name=None):
     The text is that of the run, or of another data set, by name. Raises ValueError or OSError where the
     checkpoint or the text is missing, too short, or does not fit the other.
     """
+    if not (run / "ckpt.pt").is_file():
+        raise ValueError(f"no run at {run}: {run / 'ckpt.pt'} does not exist")
     model, saved = load_model(run / "ckpt.pt", device)
     train_context, encoding = saved["train_config"]["block_size"], saved["encoding"]
     if logn:
@@ -185,7 +187,7 @@ def spread_evenly(tokens, n, length):
 
 
 def evaluate(run, args):
-    """Score one run at every length and write run/extrapolate.json -> what it holds."""
+    """Score one run at every length -> what run/extrapolate.json is to hold."""
     model, val, about = load_run(run, args.device, args.logn, name=args.data)
     block_size = about["train_context"]
     wanted = parse_lengths(args.lengths, block_size, 65536 if "cuda" in args.device else 16384)
@@ -225,8 +227,6 @@ def evaluate(run, args):
     for length, losses in zip(copies, copied):
         row = summary(losses[:, -passage:], nll[length][:, -passage:])
         result["rows"].append({"context": length, "protocol": "copy"} | row)
-    if rank == 0:
-        data.write_json(run / "extrapolate.json", result)
     return result
 
 
@@ -291,11 +291,8 @@ def plot(results):
     """Log-log ratio by `last` against context, labels at the lines' ends -> Figure, to show 880 px wide.
 
     Where there are too many runs for a label each, those with a bias share one, and the last ones are left
-    out. Raises ValueError if the runs' perplexities are of different units.
+    out. All perplexities have the unit of the first.
     """
-    units = sorted({result["unit"] for result in results})
-    if len(units) > 1:
-        raise ValueError(f"--plot: perplexities {' and '.join(units)} cannot share a figure: name other runs")
     plt = pyplot()
     plt.rcParams["font.size"] = 10                           # 13.9 px
     fig, ax = plt.subplots(figsize=(8.8, 5.2), dpi=200)
@@ -316,7 +313,7 @@ def plot(results):
     ax.set_xscale("log", base=4)
     ax.set_yscale("log", base=2)
     ax.set_xlabel("context in tokens (dotted: in training);   solid: values are carried,   dots: with a +")
-    ax.set_ylabel(f"perplexity {units[0]} / that at the training context")
+    ax.set_ylabel(f"perplexity {results[0]['unit']} / that at the training context")
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.grid(alpha=0.3)
@@ -335,13 +332,6 @@ def save_figure(figure, path):
 
 
 # ------------------------------------------------------------------------------------------------------------
-
-def check_runs(runs):
-    """Raise ValueError, before any work, if a run has no checkpoint."""
-    for run in runs:
-        if not (run / "ckpt.pt").is_file():
-            raise ValueError(f"no run at {run}: {run / 'ckpt.pt'} does not exist")
-
 
 def parse_args(argv):
     parser = data.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -362,8 +352,21 @@ def parse_args(argv):
         raise ValueError("no run under out/: train one with python train.py, or name its folder")
     if args.stretches < 1:
         raise ValueError("--stretches must be at least 1")
-    check_runs(args.runs)
     return args
+
+
+def check(args):
+    """Raise ValueError or OSError, before any work, for what cannot be loaded, or not be drawn together."""
+    units = set()
+    for run in args.runs:
+        about = load_run(run, "cpu", args.logn, name=args.data)[2]
+        parse_lengths(args.lengths, about["train_context"], 1)
+        units.add(about["unit"])
+    if args.plot and len(units) > 1:
+        raise ValueError(f"--plot: perplexities {' and '.join(sorted(units))} cannot share a figure: "
+                         "name other runs")
+    if args.plot:
+        pyplot()
 
 
 def main(argv=None):
@@ -371,13 +374,14 @@ def main(argv=None):
     results = []
     with data.one_line_errors():
         args = parse_args(argv)
-        if args.plot:
-            pyplot()                                         # before the work, not after it
+        check(args)
         args.device = join_ranks(args.device)
         args.dtype = pick_dtype(args.dtype, args.device)
         for run in args.runs:
             results.append(evaluate(run, args))
-            table(results[-1])
+            table(results[-1])                               # first, since the folder may be read-only
+            if ranks()[0] == 0:
+                data.write_json(run / "extrapolate.json", results[-1])
         if args.plot and ranks()[0] == 0:
             save_figure(plot(results), Path("out/extrapolation.png"))
     bad = [result["run"] for result in results if not all(row["finite"] for row in result["rows"])]

@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from transport import Transport, attend, parse
 
+# What this cache of torch.compile keeps of graphs that end in views is garbage a run later (PyTorch 2.13)
+functorch_config.enable_autograd_cache = False
+
 LOGITS_AT_ONCE = 2 ** 26   # logits in memory at a time (256 MB in fp32): 1,334 rows of the GPT-2 vocabulary
+IGNORED = -100             # a target that has no loss, as in F.cross_entropy
 LOGITS_IN_CACHE = 2 ** 22  # on CPU, where no gradient is asked for: half the time
 
 
@@ -178,13 +183,14 @@ class GPT(nn.Module):
     def rows_nll(self, x, y):
         logits = F.linear(x, self.wte.weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, y, reduction="none")
+        return F.cross_entropy(logits, y, reduction="none", ignore_index=IGNORED)
 
     def forward(self, idx, targets=None, past=None):
-        """-> (logits, loss): with targets (None, mean loss), else (those of the last position, (B, 1, rows of
-        the embedding), None)."""
+        """-> (logits, loss): with targets (None, mean loss of those that are not -100), else (those of the
+        last position, (B, 1, rows of the embedding), None)."""
         if targets is not None:
-            return None, self.nll(idx, targets, past).mean()
+            nll = self.nll(idx, targets, past)
+            return None, nll.sum() / (targets != IGNORED).sum()
         return F.linear(self.hidden(idx, past)[:, -1:], self.wte.weight), None
 
     @torch.no_grad()

@@ -436,6 +436,8 @@ def test_bad_shapes_raise_value_errors():
         lambda: attend(q, q, q, key_bias=zeros(2, 5)),
         lambda: attend(q, q, q, key_bias=zeros(3, 2, 5)),
         lambda: attend(q, q, q, key_bias=zeros(1, 2, 4)),
+        lambda: attend(q, q, q, key_bias=zeros(2, 1, 5).bool()),  # a mask: True would add 1
+        lambda: attend(q, q, q, key_bias=zeros(2, 1, 5).long()),
         lambda: attend(none, none, none),
         lambda: attend(q[0], q[0], q[0]),
         lambda: attend(q, q[:, :, :4], q[:, :, :4]),
@@ -465,6 +467,7 @@ def test_bad_shapes_raise_value_errors():
             call()
             pytest.fail(f"call {i} was accepted")
     assert all(torch.equal(past[name], x) for name, x in held.items())
+    assert attend(q[:0], q[:0], q[:0], key_bias=zeros(0, 2, 5)).shape == (0, 2, 5, 8)
 
 
 def test_scheme_names():
@@ -979,6 +982,11 @@ def test_chunked_loss_equals_the_whole(monkeypatch):
             grad, results[0][1], atol=1e-12
         )
     assert tiny().to(torch.bfloat16).nll(ids(1, 9), ids(1, 9)).dtype == torch.float32
+
+    targets = ids(2, 500, seed=1)
+    targets[:, 100:] = -100
+    loss = model(ids(2, 500), targets)[1]
+    assert torch.allclose(loss, F.cross_entropy(logits.mT, targets), atol=1e-12)
 
 
 @pytest.mark.parametrize("pos", ALL)
@@ -1648,17 +1656,22 @@ def test_a_log_survives_a_full_disk_on_resume(corpus, tmp_path):
     assert ended.returncode == 2 and "too large" in ended.stderr and log.read_bytes() == before
 
 
-def test_a_closed_pipe_does_not_keep_a_run_from_saving(corpus, tmp_path):
-    """As Ctrl-C leaves it, which ends `| tee log`, too."""
-    pytest.importorskip("fcntl")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_closed_pipe_or_terminal_does_not_keep_a_run_from_saving(corpus, tmp_path, number):
+    """As Ctrl-C leaves `| tee log`, and a lost connection the terminal."""
+    pty = pytest.importorskip("pty")
+    terminal, stdout = pty.openpty() if number == signal.SIGHUP else os.pipe()
     command = [sys.executable, HERE / "train.py", *SMALL, "--data", corpus, "--out_dir", tmp_path]
     flags = ["--max_iters", "1000000", "--eval_interval", "0", "--log_interval", "1000000"]
-    run = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    next(line for line in run.stdout if "tokens per iter" in line)
+    run = subprocess.Popen([*command, *flags], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    os.close(stdout)
+    with open(terminal, closefd=False) as lines:
+        next(line for line in lines if "tokens per iter" in line)
     time.sleep(1)
-    run.stdout.close()
-    run.send_signal(signal.SIGINT)
-    assert run.wait(60) == 128 + signal.SIGINT and run.stderr.read() == ""
+    os.close(terminal)
+    run.send_signal(number)
+    assert run.wait(60) == 128 + number
+    assert run.stderr.read() == "stopping after this iter, to save; a second signal kills\n"
     assert weights(tmp_path)[0]["iter_num"] > 0
 
 
@@ -1692,6 +1705,10 @@ def test_resume_takes_the_flags_given_with_it(corpus, tmp_path, capsys):
              "learning_rate": 1e-2, "min_lr": 1e-2}
     for name, value in (("n_embd", 64), ("pos", "rope"), ("seed", 2)):
         refuse_train(corpus, tmp_path, capsys, ["--resume", f"--{name}", value], name, value)
+    run_train(corpus, tmp_path / "scaled", "--max_iters", 1, "--pos", "logn")
+    refuse_train(corpus, tmp_path / "scaled", capsys,
+                 ["--resume", "--pos", "logn", "--block_size", 64], "block_size 32")
+    shutil.rmtree(tmp_path / "scaled")
 
     for changes, iters in (({}, 3), (given, 4)):
         flags = [f"--{name}={value}" for name, value in changes.items()]
@@ -1716,11 +1733,17 @@ def test_two_runs_cannot_share_a_folder(corpus, tmp_path, capsys):
                               "--eval_interval", "0"], stdout=subprocess.PIPE, text=True)
     next(line for line in first.stdout if "parameters" in line)
     time.sleep(1)                                            # its log's first line is written
+    with pytest.raises(ValueError, match="another training runs"):
+        train.open_log(tmp_path / "ckpt.pt", None, 0)
     refuse_train(corpus, tmp_path, capsys, ["--max_iters", 3], tmp_path, "another training")
     first.kill()
     assert first.communicate() and first.returncode == -signal.SIGKILL
     assert run_train(corpus, tmp_path, "--max_iters", 3) == 0
     assert list(losses(tmp_path)) == [1, 2, 3]
+    log = (tmp_path / "log.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="by another training just now"):    # between a look and the lock
+        train.open_log(tmp_path / "ckpt.pt", None, 0)
+    assert (tmp_path / "log.jsonl").read_bytes() == log
 
 
 DAMAGE = [
@@ -2210,8 +2233,6 @@ def test_the_figure_has_at_most_nine_labels_that_do_not_overlap():
     assert boxes[0].y0 > 0 and boxes[-1].y1 < figure.bbox.height
     sizes = [text.get_fontsize() for text in figure.findobj(matplotlib_text.Text)]
     assert min(sizes) * 880 / figure.get_figwidth() / 72 >= 13               # pixels
-    with pytest.raises(ValueError, match="per byte and per token cannot share"):
-        labels_of([made_up("rope"), made_up("alibi", unit="per token")])
 
 
 def test_a_scheme_that_did_not_exist_has_a_look_of_its_own(monkeypatch):
@@ -2231,9 +2252,11 @@ def test_a_scheme_that_did_not_exist_has_a_look_of_its_own(monkeypatch):
 
 
 def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
-    run, other = tmp_path / "out/run", tmp_path / "other"
+    run, other, unknown = tmp_path / "out/run", tmp_path / "other", tmp_path / "unknown"
     assert run_train(corpus, run, "--max_iters", 1) == 0
     other.mkdir()
+    unknown.mkdir()
+    torch.save(weights(run)[0] | {"encoding": "unknown"}, unknown / "ckpt.pt")
     (other / "ckpt.pt").write_bytes((run / "ckpt.pt").read_bytes()[:1000])
     np.full(100, 200, np.uint16).tofile(other / "val.bin")
     data.write_json(other / "meta.json", {"encoding": "gpt2", "vocab_size": 64})
@@ -2243,10 +2266,20 @@ def test_eval_refuses_bad_input(corpus, tmp_path, capsys, monkeypatch):
             ([], "no run under out/"), (["nowhere"], "nowhere"), ([other], "not a readable checkpoint"),
             ([run, "--lengths=-4"], "--lengths"), ([run, "--stretches", 0], "--stretches"),
             ([run, "--data", "none"], "none"), ([run, "--data", other], "text in gpt2"),
-            ([run, "--plot"], "pip install matplotlib"), ([run, "--device", "cuda:99"], "--device cuda:99")]:
+            ([run, "--plot"], "pip install matplotlib"), ([run, "--device", "cuda:99"], "--device cuda:99"),
+            ([run, "nowhere"], "nowhere"), ([run, unknown, "--plot"], "byte and per token (unknown) cannot")]:
         capsys.readouterr()
-        refused((ended(eval_extrapolate.main, list(map(str, argv))), capsys.readouterr().err), words)
+        status, told = ended(eval_extrapolate.main, list(map(str, argv))), capsys.readouterr()
+        refused((status, told.err), words)
+        assert not told.out                                  # before any work
     assert not (run / "extrapolate.json").exists()
+
+    def read_only(*args):
+        raise OSError("read-only")
+    monkeypatch.setattr(data, "write_json", read_only)
+    status, told = ended(eval_extrapolate.main, [str(run)]), capsys.readouterr()
+    refused((status, told.err), "read-only")
+    assert "last            32 |" in told.out
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -2312,6 +2345,35 @@ def test_a_table_is_made_by_one_line(corpus, tmp_path, monkeypatch, capsys):
     refused((ended(run.main, "tables"), capsys.readouterr().err), "differs in text")
     Path("data/debian/val.bin").write_bytes(b"another text")
     refused((ended(run.main, "debian"), capsys.readouterr().err), "data/debian is not the text of")
+
+
+SAVES = """
+import os, signal, time
+def save(*_):
+    time.sleep(1)
+    print("saved", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGINT, save)
+signal.signal(signal.SIGTERM, save)
+print("trains", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_table_that_is_stopped_lets_its_training_save(number, tmp_path):
+    """Ctrl-C reaches both processes, SIGTERM the one that makes the table."""
+    (tmp_path / "train.py").write_text(SAVES)
+    stand_in = f"from results import run; run.ROOT = run.Path({str(tmp_path)!r}); "
+    stand_in += "run.make = lambda table: run.call('train.py'); run.main('debian')"
+    table = subprocess.Popen([sys.executable, "-c", stand_in], cwd=HERE, start_new_session=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    next(line for line in table.stdout if line == "trains\n")
+    if number == signal.SIGINT:
+        os.killpg(table.pid, number)
+    else:
+        table.send_signal(number)
+    assert table.communicate(timeout=60)[0] == "saved\n" and table.returncode == 128 + number
 
 
 def made_up_runs(row, losses, base=2.0):

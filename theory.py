@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import data
 from eval_extrapolate import (
-    Progress, check_runs, for_json, label_ends, load_run, parse_lengths, pyplot, save_figure,
+    Progress, for_json, label_ends, load_run, parse_lengths, pyplot, save_figure,
     spread_evenly,
 )
 from train import pick_device
@@ -785,7 +785,7 @@ def causes(model, text, near, targets):
 
 @torch.no_grad()
 def measure(run, args):
-    """Measure a run, write and print run/theory.json -> its dict. Means are over text, layers and heads."""
+    """Measure a run, print and write run/theory.json -> its dict. Means are over text, layers and heads."""
     device = torch.device(pick_device(args.device))
     model, val, about = load_run(run, device, args.logn, args.length)
     context = about["train_context"]
@@ -804,8 +804,8 @@ def measure(run, args):
         losses = [causes(model, text[-args.causes - 1:], near, context) for text in stretches]
         mean = {name: float(np.mean([loss[name] for loss in losses])) for name, *_ in CAUSES}
         result["causes"] = {"context": args.causes} | mean
+    print_result(result)                                    # first, since the folder may be read-only
     data.write_json(run / "theory.json", for_json(result))
-    print_result(result)
     return result
 
 
@@ -901,9 +901,10 @@ def main(argv=None):
 
     with data.one_line_errors():
         if args.plot:
-            pyplot()                                        # before the work, not after it
+            pyplot()                                        # what can fail comes before the work
         runs = [Path(run) for run in args.runs]
-        check_runs(runs)
+        for run in runs:
+            load_run(run, "cpu", args.logn, args.length)
         results = [measure(run, args) for run in runs]
         if args.plot:
             save_figure(plot(results), Path("out/theory.png"))

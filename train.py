@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import data
 from model import GPT, GPTConfig, is_positional, load_model, option
-from transport import KINDS, SCHEMES
+from transport import KINDS, SCHEMES, parse
 
 # On CPU numbers below 1e-38 count as zero: they make a forget gate's gradient five times slower. Said before
 # any work, since threads take it over when they start.
@@ -173,7 +172,7 @@ def print0(*words, **how):
     if ranks()[0] == 0:
         try:
             print(*words, **how, flush=True)
-        except BrokenPipeError:                              # Ctrl-C ends `| tee` as well: go on, and save
+        except OSError:                                      # `| tee` or a terminal has gone: go on, and save
             os.dup2(os.open(os.devnull, os.O_WRONLY), how.get("file", sys.stdout).fileno())
 
 
@@ -245,7 +244,6 @@ def wrapped(model, config, device):
         wanted = on_cuda or config.max_iters >= COMPILE_FROM
     if wanted and can_compile(device):
         print0("torch.compile: the first iter takes longer")
-        functorch_config.enable_autograd_cache = False       # what it keeps of views is garbage a run later
         model = torch.compile(model)
     if ranks()[1] > 1:
         torch._dynamo.config.optimize_ddp = False            # older releases cannot split a checkpointed loss
@@ -256,8 +254,17 @@ def wrapped(model, config, device):
 # -----------------------------------------------------------------------------------------------------------
 # A run
 
-def open_log(out, iter_num):
-    """A run's log, locked while this process lives, with the lines a resumed run wrote up to iter_num."""
+def version(ckpt):
+    """What differs once a checkpoint has been written again: None where there is none."""
+    return ckpt.stat().st_mtime_ns if ckpt.exists() else None
+
+
+def open_log(ckpt, found, iter_num):
+    """A run's log, locked while this process lives, with the lines a resumed run wrote up to iter_num.
+
+    found: the checkpoint's version when it was looked at, before the lock.
+    """
+    out = ckpt.parent
     out.mkdir(parents=True, exist_ok=True)
     log_file = open(out / "log.jsonl", "a+b", buffering=0)
     try:
@@ -267,6 +274,9 @@ def open_log(out, iter_num):
         raise ValueError(f"another training runs in {out}: wait for its end, or choose another --out_dir")
     except (ImportError, OSError):                           # Windows, and network disks without locks
         pass
+
+    if version(ckpt) != found:
+        raise ValueError(f"{ckpt} was written by another training just now: start again")
 
     log_file.seek(0)
     kept = []
@@ -291,13 +301,17 @@ class Run:
         """From flags and, with --resume, a checkpoint. Bad input: ValueError or OSError, no file changed."""
         values, given, resume = parse_args(argv)
         self.ckpt = ckpt = Path(given["out_dir"], "ckpt.pt")
+        found = version(ckpt)
         if resume:
             model, saved = load_model(ckpt)
             values = saved["model_config"] | saved["train_config"]
-            for name in given.keys() & {*saved["model_config"], "seed"}:
+            fixed = {*saved["model_config"], "seed"}
+            if parse(model.config.pos)[2]:                   # its logits have scale 1 up to this context
+                fixed.add("block_size")
+            for name in given.keys() & fixed:
                 if given[name] != values[name]:
                     raise ValueError(f"{ckpt} has {name} {values[name]}: leave --{name} {given[name]} out")
-        elif ckpt.exists():
+        elif found:
             raise ValueError(f"{ckpt} exists: --resume continues it; or choose another --out_dir")
         values |= given
         self.config = config = configured(TrainConfig, values)
@@ -325,7 +339,7 @@ class Run:
         self.iter_num = 0
         if resume:
             self.load_progress(saved)
-        self.log_file = open_log(ckpt.parent, self.iter_num) if ranks()[0] == 0 else None
+        self.log_file = open_log(ckpt, found, self.iter_num) if ranks()[0] == 0 else None
         self.model = wrapped(model, config, self.device)
         where = device_name(self.device)
         total, positional = model.num_params()
@@ -413,10 +427,14 @@ def train(run):
 
     def on_signal(number, frame):
         caught.append(number)
-        signal.signal(number, signal.SIG_DFL)                # a second one kills
+        signal.signal(number, signal.SIG_DFL)
+        with suppress(OSError):                              # print could be in the midst of a line
+            os.write(2, b"stopping after this iter, to save; a second signal kills\n")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):             # the last one is not there on Windows
+        number = getattr(signal, name, signal.SIGTERM)
+        if signal.getsignal(number) != signal.SIG_IGN:       # as by nohup
+            signal.signal(number, on_signal)
 
     run.latest, run.started = [], time.perf_counter()        # since the last log line
     while run.iter_num < config.max_iters:

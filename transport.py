@@ -215,8 +215,9 @@ def check_shapes(q, k, v, key_bias, past):
     if key_bias is not None:
         B, H = q.shape[:2]
         fits = key_bias.dim() == 3 and key_bias.size(0) in (1, B) and key_bias.size(1) in (1, H)
-        if not fits or key_bias.size(2) != T_k:
-            raise ValueError(f"key_bias must be ({B}|1, {H}|1, {T_k}), not {tuple(key_bias.shape)}")
+        if not fits or key_bias.size(2) != T_k or not key_bias.is_floating_point():
+            raise ValueError(f"key_bias must be floats ({B}|1, {H}|1, {T_k}), not {key_bias.dtype} "
+                             f"{tuple(key_bias.shape)}; a mask of 0 and 1 is mask.float().log()")
 
 
 def held(past):
@@ -277,7 +278,7 @@ def bias_and_zero(key_bias):
 def bias_mask(bias, zero, rows, keys, dtype):
     """Bias of every pair, for slices of positions: (B|1, H|1, rows, keys), -inf ahead of the row."""
     mask = (bias[..., None, keys] - zero[..., rows, None]).to(dtype)
-    ahead = torch.ones_like(mask[0, 0], dtype=torch.bool).triu(1 + rows.start - keys.start)
+    ahead = torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).triu(1 + rows.start - keys.start)
     return mask.masked_fill_(ahead, -math.inf)
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,7 +135,16 @@ def call(command):
     """Run one of the project's scripts. Raises ValueError if it fails."""
     print(f"\n$ python {command}", flush=True)
     script, *flags = command.split()
-    status = subprocess.run([sys.executable, str(ROOT / script), *flags], env=MALLOC | os.environ).returncode
+    with subprocess.Popen([sys.executable, str(ROOT / script), *flags], env=MALLOC | os.environ) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:                            # the script has got it, too, and saves
+            process.wait()
+            raise
+        except SystemExit:                                   # SIGTERM, which came here alone
+            process.terminate()
+            process.wait()
+            raise
     if status:
         raise ValueError(f"python {command} ended with status {status}")
 
@@ -623,6 +633,7 @@ part made whole (divided by one minus the far mass), or both.
 
 
 def main(what="", *more):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with data.one_line_errors():
         if what == "tables" and not more:
             tables()
