@@ -2451,10 +2451,10 @@ def test_findings_and_the_papers_numbers_come_from_the_runs():
     results = {name: made_up_runs(name, np.full((3, 4), 0.1)) for name in names}
     results["random_qkv-out_norm"] = made_up_runs("", np.array([[0.1] * 4, [0.2] * 4, [-0.3] * 4]))
     results["rope"] = made_up_runs("rope", np.full((3, 4), 0.2))
-    lines = run.findings(results, every).splitlines()
-    disagreeing = next(line for line in lines if line.startswith("- Carrying values, with a norm"))
-    assert len(lines) == len(every) and disagreeing.endswith("(3 seeds disagree).")
-    assert lines[0].endswith("`random_qk` against `rope` at 16x, **-0.10** ± 0.00 (3 seeds agree).")
+    lines = run.findings(results, every).splitlines()[2:]
+    disagreeing = next(line for line in lines if line.startswith("| Carrying values, with a norm"))
+    assert len(lines) == len(every) and "**" not in disagreeing and " | 3 | -0.20 ± " in disagreeing
+    assert lines[0].endswith("| `random_qk` | `rope` | 16x | 3 | **-0.10** ± 0.00 | **-0.10** ± 0.00 |")
     line = run.paper_table(results, 2.9).splitlines()[2]
     assert line == f"| `rope` | 16x | 16.20 | {math.exp(0.2):.2f} | {16.2 ** (1 / 4.5):.2f} | " + (
         f"{math.exp(0.2 / 2.9):.2f} |")

@@ -306,10 +306,10 @@ def change(results, protocol, context):
     return losses(results, protocol, context) - losses(results, protocol, base)
 
 
-def paired(of, one, other, context):
-    """of(results, protocol, context) by `last`, one row minus another, for the seeds that both have."""
+def paired(of, one, other, protocol, context):
+    """of(results, protocol, context), one row minus another, for the seeds that both have."""
     n = min(len(one), len(other))
-    return of(one[:n], "last", context) - of(other[:n], "last", context)
+    return of(one[:n], protocol, context) - of(other[:n], protocol, context)
 
 
 def averaged(name, results):
@@ -363,7 +363,7 @@ def difference_table(results):
                 continue
             cells = []
             for context in contexts(first):
-                found = paired(losses, one, results[other_name], context)
+                found = paired(losses, one, results[other_name], "last", context)
                 cells.append("{:+.3f} ± {:.3f}".format(*mean_and_error(found)))
             rows.append([f"`{name}`", f"`{other_name}`", f"{len(found)}", *cells])
     return markdown(["scheme", "minus", "seeds", *(f"{context:,}" for context in contexts(first))], rows)
@@ -511,19 +511,20 @@ MORE_FINDINGS = [                                           # for results/README
 
 
 def findings(results, compared):
-    """A line for each of the findings to be `compared` whose runs are there."""
-    lines = []
+    """A row for each of the findings to be `compared` whose runs are there; bold where all seeds agree."""
+    rows = []
     for text, name, other_name, times, of in compared:
         one, other = results.get(name), results.get(other_name)
         if not one or not other:
             continue
-        found = paired(of, one, other, times * one[0]["train_context"])
-        n, (mean, error) = len(found), mean_and_error(found)
-        agree = abs(np.sign(found.mean(1)).sum()) == n
-        certain = "one seed" if n == 1 else f"{n} seeds " + ("agree" if agree else "disagree")
-        lines.append(f"- {text}: `{name}` against `{other_name}` at {times}x, **{mean:+.2f}** ± {error:.2f} "
-                     f"({certain}).")
-    return "\n".join(lines)
+        cells = []
+        for protocol in ("last", "window"):
+            found = paired(of, one, other, protocol, times * one[0]["train_context"])
+            n, (mean, error) = len(found), mean_and_error(found)
+            agree = n > 1 and abs(np.sign(found.mean(1)).sum()) == n
+            cells.append(f"**{mean:+.2f}** ± {error:.2f}" if agree else f"{mean:+.2f} ± {error:.2f}")
+        rows.append([text, f"`{name}`", f"`{other_name}`", f"{times}x", f"{n}", *cells])
+    return markdown(["what", "first", "second", "context", "seeds", "`last`", "`window`"], rows)
 
 
 def section(table, results):
@@ -596,7 +597,8 @@ over seeds, ± one standard error over stretches of text and, where there are se
     parts += [section(table, rows) for table, rows in results.items() if rows]
     parts.append(f"""## findings
 
-The log of the first one's ratio by `last` minus that of the second, paired; or of their perplexities.
+The log of the first one's ratio minus that of the second, paired; or of their perplexities. Bold: all seeds
+agree on the sign.
 
 {findings(compared, FINDINGS + MORE_FINDINGS)}
 
