@@ -408,7 +408,8 @@ class Largest(TorchDispatchMode):
 
 def test_memory_is_linear_in_length():
     T = 16384
-    q, bias, turn = torch.randn(1, 1, T, 64), torch.arange(T)[None, None], Rotation(torch.randn(1, 1, T, 32))
+    q, turn = torch.randn(1, 1, T, 64), Rotation(torch.randn(1, 1, T, 32))
+    bias = torch.arange(T, dtype=torch.float64)[None, None]
     path = PathTransport(F.normalize(q, dim=-1), torch.ones(1, 1, T))
     for carried in ((turn, turn), (path, None)):
         with Largest() as mode, sdpa_kernel(FUSED):
