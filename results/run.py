@@ -489,6 +489,7 @@ FINDINGS = [
     ("Random rotations by token against RoPE", "random_qk", "rope", 16, change),
     ("A distance bias against rotations alone", "alibi", "random_qk", 128, change),
     ("Carrying values", "random_qkv", "random_qk", 128, change),
+    ("Carrying values, uniform angles", "random_qkv-sigma10", "random_qk-sigma10", 128, change),
     ("Carrying values, 16 layers", "deep-random_qkv", "deep-random_qk", 64, change),
     ("Carrying values, with a norm", "random_qkv-out_norm", "random_qk-out_norm", 128, change),
     ("Separate angles for values, with that norm",
@@ -499,7 +500,6 @@ FINDINGS = [
 ]
 MORE_FINDINGS = [                                           # for results/README.md
     ("Random rotations against no positions, in perplexity", "random_qk", "nope", 128, losses),
-    ("Carrying values, uniform angles", "random_qkv-sigma10", "random_qk-sigma10", 128, change),
     ("Carrying values, 16 layers, uniform angles",
      "deep-random_qkv-sigma10", "deep-random_qk-sigma10", 64, change),
     ("The cost of the norm, in perplexity", "random_qkv-out_norm", "random_qkv", 1, losses),
