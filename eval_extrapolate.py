@@ -160,8 +160,6 @@ def load_run(run, device, logn=False, longest=0, name=None):
     The text is that of the run, or of another data set, by name. Raises ValueError or OSError where the
     checkpoint or the text is missing, too short, or does not fit the other.
     """
-    if not (run / "ckpt.pt").is_file():
-        raise ValueError(f"no run at {run}: {run / 'ckpt.pt'} does not exist")
     model, saved = load_model(run / "ckpt.pt", device)
     train_context, encoding = saved["train_config"]["block_size"], saved["encoding"]
     if logn:
@@ -356,17 +354,11 @@ def parse_args(argv):
 
 
 def check(args):
-    """Raise ValueError or OSError, before any work, for what cannot be loaded, or not be drawn together."""
-    units = set()
-    for run in args.runs:
-        about = load_run(run, "cpu", args.logn, name=args.data)[2]
-        parse_lengths(args.lengths, about["train_context"], 1)
-        units.add(about["unit"])
+    """Raise ValueError or OSError for a run that cannot be loaded, or not be drawn beside the others."""
+    units = {load_run(run, "cpu", args.logn, name=args.data)[2]["unit"] for run in args.runs}
     if args.plot and len(units) > 1:
         raise ValueError(f"--plot: perplexities {' and '.join(sorted(units))} cannot share a figure: "
                          "name other runs")
-    if args.plot:
-        pyplot()
 
 
 def main(argv=None):
@@ -374,7 +366,10 @@ def main(argv=None):
     results = []
     with data.one_line_errors():
         args = parse_args(argv)
-        check(args)
+        if len(args.runs) > 1:                               # a single one is loaded first in any case
+            check(args)
+        if args.plot:
+            pyplot()                                         # before the work, not after it
         args.device = join_ranks(args.device)
         args.dtype = pick_dtype(args.dtype, args.device)
         for run in args.runs:

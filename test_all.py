@@ -1510,7 +1510,7 @@ SMALL = ["--preset", "tiny", "--pos", "accum_qkv", "--n_layer", "1", "--n_embd",
 
 @pytest.fixture(autouse=True)
 def keep_signal_handlers():
-    kept = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    kept = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     yield
     for s, handler in kept:
         signal.signal(s, handler)

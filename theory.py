@@ -901,9 +901,9 @@ def main(argv=None):
 
     with data.one_line_errors():
         if args.plot:
-            pyplot()                                        # what can fail comes before the work
+            pyplot()                                        # before the work, not after it
         runs = [Path(run) for run in args.runs]
-        for run in runs:
+        for run in runs[1:]:                                # of which one may not fit, found before the work
             load_run(run, "cpu", args.logn, args.length)
         results = [measure(run, args) for run in runs]
         if args.plot:

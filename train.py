@@ -431,10 +431,11 @@ def train(run):
         with suppress(OSError):                              # print could be in the midst of a line
             os.write(2, b"stopping after this iter, to save; a second signal kills\n")
 
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):             # the last one is not there on Windows
-        number = getattr(signal, name, signal.SIGTERM)
-        if signal.getsignal(number) != signal.SIG_IGN:       # as by nohup
-            signal.signal(number, on_signal)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:   # Windows; nohup
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, on_signal)
 
     run.latest, run.started = [], time.perf_counter()        # since the last log line
     while run.iter_num < config.max_iters:

@@ -138,12 +138,10 @@ def call(command):
     with subprocess.Popen([sys.executable, str(ROOT / script), *flags], env=MALLOC | os.environ) as process:
         try:
             status = process.wait()
-        except KeyboardInterrupt:                            # the script has got it, too, and saves
-            process.wait()
-            raise
-        except SystemExit:                                   # SIGTERM, which came here alone
-            process.terminate()
-            process.wait()
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if isinstance(stop, SystemExit):                 # SIGTERM came here alone, Ctrl-C to both
+                process.terminate()
+            process.wait()                                   # it saves
             raise
     if status:
         raise ValueError(f"python {command} ended with status {status}")
